@@ -1,4 +1,4 @@
-"""Settings: declared once, read from flags, environment and file, validated once, frozen."""
+"""Settings: declared once, read from flags, environment and file, validated once, then frozen."""
 
 from icehouse_server.config.edge import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from icehouse_server.config.http import HttpConfig

@@ -1,4 +1,4 @@
-"""Edge settings: where the server listens, who may connect and call, and what each may take of it."""
+"""Edge settings: where the server listens, who may connect and call, and how much each may use."""
 
 from __future__ import annotations
 
@@ -152,17 +152,17 @@ class ServerConfig:
 
     @property
     def session_keys(self) -> tuple[str, ...]:
-        """`session_metadata` as gRPC has metadata's keys: in lower case."""
+        """The keys of `session_metadata` in lower case, as gRPC has metadata keys."""
         return _keys_in(self.session_metadata)
 
     @property
     def agent_keys(self) -> tuple[str, ...]:
-        """`agent_metadata` as gRPC has metadata's keys: in lower case."""
+        """The keys of `agent_metadata` in lower case, as gRPC has metadata keys."""
         return _keys_in(self.agent_metadata)
 
     @property
     def parent_keys(self) -> tuple[str, ...]:
-        """`parent_metadata` as gRPC has metadata's keys: in lower case."""
+        """The keys of `parent_metadata` in lower case, as gRPC has metadata keys."""
         return _keys_in(self.parent_metadata)
 
 
@@ -172,7 +172,7 @@ def _keys_in(text: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConnectionConfig:
-    """What one connection may cost, whoever is at its other end."""
+    """Limits of one connection, whoever the client is."""
 
     connection_limit: int = setting(1024, "Maximum open connections; further ones are closed.", minimum=1)
     stream_limit: int = setting(
@@ -211,7 +211,7 @@ class ConnectionConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SecurityConfig:
-    """Certificates, tokens, tenants. Without any of it whoever reaches the address may do everything."""
+    """Certificates and tokens. Without any, everybody who reaches the address may do everything."""
 
     tls_certificate: str | None = setting(
         None, "PEM file with the server's certificate chain; switches TLS on.", kind=SettingKind.PATH
@@ -250,7 +250,7 @@ class SecurityConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TenantConfig:
-    """Limits for each tenant. How many requests of one run at once is `engine.tenant_running_limit`."""
+    """Limits for each tenant. `engine.tenant_running_limit` is how many requests of one may run at once."""
 
     waiting_limit: int = setting(0, "Maximum waiting requests of one tenant; 0 is unlimited.")
     tokens_per_minute: int = setting(
@@ -278,7 +278,7 @@ class TenantConfig:
 
     @property
     def shared_prefix_grants(self) -> Mapping[str, frozenset[str] | None]:
-        """Who may start from the prompts of each shared tenant; None: every tenant."""
+        """Tenants that may start from the prompts of each shared tenant; None: all tenants."""
         grants = (part.partition("=") for part in names_in(self.shared_prefixes))
         return {
             name.strip(): frozenset(names_in(others, "+")) if equals else None

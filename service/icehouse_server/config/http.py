@@ -1,4 +1,4 @@
-"""HTTP settings: where OpenAI's and Anthropic's APIs listen, and what their callers may do."""
+"""HTTP settings: where OpenAI's and Anthropic's HTTP APIs listen, and what their callers may do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from icehouse_server.config.setting import MIB, SettingKind, names_in, setting
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpConfig:
-    """The HTTP front that `serve` runs beside the server. Without a port there is none."""
+    """The HTTP front that `serve` runs beside the server; none without a port."""
 
     port: int | None = setting(
         None,

@@ -1,7 +1,7 @@
-"""Configuration loader: flags, environment and file to one validated `Config`, each value with its origin.
+"""Configuration loader: merges flags, environment and file into one validated `Config`, with all sources.
 
-Precedence: flag, then environment variable, then file, then default. This module and `user_paths` are the
-server's only readers of the environment.
+Precedence: flag, then environment variable, then file, then default. Only this module and `user_paths` read
+the environment.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from icehouse_server.errors import ConfigError, Reason
 from icehouse_server.small_file import read_small_file
 
 FILE_VARIABLE = "ICEHOUSE_CONFIG"
-"""Names the TOML file, like `--config`."""
+"""The variable that names the TOML file, like `--config`."""
 
 
 CLIENT_VARIABLES = tuple(
     f"ICEHOUSE_CLIENT_{name}" for name in ("ADDRESS", "TOKEN_FILE", "TLS", "CA", "CERTIFICATE", "KEY")
 )
-"""Variables of the commands that ask a running server; settings of the server are none of them."""
+"""Variables of the commands that ask a running server; these are not settings of the server."""
 
 _MODEL_LIMIT = 64
-"""Models of one server."""
+"""Most models of one server."""
 
 _OTHER_VARIABLES = (FILE_VARIABLE, *CLIENT_VARIABLES)
 
@@ -54,32 +54,32 @@ _SERVICE_LINK = r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP|SCTP)(_PRO
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """The effective configuration and, per `section.name`, the source of each value."""
+    """The effective configuration, and the source of each value by `section.name`."""
 
     config: Config
     sources: Mapping[str, str]
 
 
 def environment() -> Mapping[str, str]:
-    """Return the process's environment. The composition root passes it on; nobody else reads it."""
+    """Return the process's environment. The composition root passes it on; no other module reads it."""
     return os.environ
 
 
 def enlarge_attention_plan_cache() -> None:
-    """Have MLX keep more of the plans that attention on CUDA needs, one for each shape: building one takes
-    50 ms, and of its own accord MLX keeps 64. Before its import."""
+    """Let MLX cache more of the plans that attention on CUDA needs, one for each shape: building one takes 50
+    ms, and by default MLX keeps 64. Call this before MLX is imported."""
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")
 
 
 def has_rdma() -> bool:
-    """Return whether `mlx.launch --backend jaccl` has started this process: MLX connects ranks without IP."""
+    """Return whether `mlx.launch --backend jaccl` started this process, so MLX connects ranks without IP."""
     return "MLX_JACCL_COORDINATOR" in os.environ
 
 
 @contextlib.contextmanager
 def named_ranks(ring: Sequence[Sequence[str]], rank: int) -> Iterator[str]:
     """Tell MLX the addresses of a group's ranks, and which one this process is, while it joins them; yield
-    its backend for that. Under `mlx.launch --backend jaccl`, RDMA over Thunderbolt, MLX has been told."""
+    MLX's backend for that. `mlx.launch --backend jaccl` (RDMA over Thunderbolt) has told MLX already."""
     if has_rdma():
         yield "jaccl"
         return
@@ -99,10 +99,10 @@ def load_config(
 ) -> LoadedConfig:
     """Merge the sources and validate once.
 
-    `flags` maps `section.name` to what the command line gave (None: not given). `environ` is the
-    process's environment by default; `file` wins over its ICEHOUSE_CONFIG. `models` are several that
-    the command line gave, and replace the file's. Raises ConfigError for an unknown key or variable, a
-    value of the wrong kind or range, and values that contradict.
+    `flags` maps `section.name` to what the command line gave (None: not given). `environ` is the process's
+    environment by default; `file` wins over its ICEHOUSE_CONFIG. `models` are several models from the command
+    line, which replace the file's. Raises ConfigError for an unknown key or variable, a value of the wrong
+    kind or range, and values that contradict each other.
     """
     environ = _without_service_links(environment() if environ is None else environ)
     flags = flags or {}
@@ -135,7 +135,7 @@ def load_config(
 
 
 def _pooled(table: Mapping[str, object], shared: Mapping[str, Any], *, source: str) -> PooledModelConfig:
-    """Return one of the tables [[models]]; what it leaves out is as `shared` says."""
+    """Return the model of one table [[models]]; `shared` has the values that it leaves out."""
     known = {s.name: s for s in MODEL_SETTINGS}
     for name in table:
         if name not in known:
@@ -149,14 +149,14 @@ def _pooled(table: Mapping[str, object], shared: Mapping[str, Any], *, source: s
 
 
 def _read_file(file: Path) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """Return the values of the file's sections, and its tables of models."""
+    """Return the values of the file's sections, and its [[models]] tables."""
     try:
         document = tomllib.loads(read_small_file(file.expanduser()).content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        # Of TOML, of UTF-8, of a number with more digits than Python reads, or of tables within tables.
+        # The file is not TOML or UTF-8, has a number with too many digits, or nests tables too deep.
         raise _invalid(f"the config file {file} is not valid TOML: {error}", field="config") from error
     except (OSError, RuntimeError) as error:
-        # A home folder is of nobody where there is no such user.
+        # RuntimeError: the path names the home folder of a user who does not exist.
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise _invalid(
             f"cannot read the config file {file}: {why}; check --config", field="config"
@@ -184,8 +184,8 @@ def _read_file(file: Path) -> tuple[dict[str, object], list[dict[str, object]]]:
 def _without_service_links(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return the variables without those that Kubernetes adds for Services named `icehouse`, `icehouse-…`.
 
-    Each Service NAME has a NAME_SERVICE_HOST. Of one named `icehouse-server` even a setting's own variable is
-    set, to a URL; what the pod itself says of it has no URL and stays.
+    Each Service NAME has a NAME_SERVICE_HOST. One named `icehouse-server` even sets the variable of a
+    setting, to a URL; if the pod itself sets that variable, it is not a URL and stays.
     """
     hosts = [v for v in environ if v.startswith("ICEHOUSE_") and v.endswith("_SERVICE_HOST")]
     if not hosts:
@@ -208,7 +208,7 @@ def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
 
 
 def _names_of(variables: Iterable[str]) -> dict[str, list[str]]:
-    """Return the variables by what people call them: without what all begin with, and without the section."""
+    """Return the variables by the names that people use: without common prefix, and without the section."""
     names: dict[str, list[str]] = {}
     for setting in SETTINGS:
         names.setdefault(setting.key.partition(".")[2].upper(), []).append(setting.variable)
@@ -216,7 +216,7 @@ def _names_of(variables: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield a setting that others contradict, and what is wrong."""
+    """Yield each setting that others contradict, and what is wrong with it."""
     block, chunk = config.cache.block_token_count, config.engine.prefill_chunk_token_count
     if chunk and chunk % block and block % chunk:
         yield (
@@ -241,7 +241,7 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
     if config.cache.key_file is not None and config.cache.key_command is not None:
         yield "cache.key_command", "and cache.key_file are both set; the key comes from one of them"
     yield from _half_sharing(config.cache)
-    # sockaddr_un holds 108 bytes on Linux and 104 on macOS, the closing zero included.
+    # sockaddr_un has 108 bytes on Linux and 104 on macOS, including the terminating zero.
     if config.server.uds is not None and len(os.fsencode(config.server.uds)) > 103:
         what = f"= {config.server.uds!r} is longer than the 103 bytes that a socket path may have"
         yield "server.uds", what
@@ -316,7 +316,7 @@ def _half_security(security: SecurityConfig) -> Iterator[tuple[str, str]]:
 
 
 def _unknown(what: str, word: str, known: Sequence[str] | Mapping[str, Sequence[str]]) -> ConfigError:
-    """Return the refusal of a word, with the known ones that may be meant; a mapping has them by name."""
+    """Return the error for an unknown word, with known ones that may be meant; a mapping has them by name."""
     found = difflib.get_close_matches(word.removeprefix(_PREFIX), sorted(known), n=1, cutoff=0.7)
     meant = [each for name in found for each in (known[name] if isinstance(known, Mapping) else [name])]
     hint = f"did you mean {' or '.join(map(repr, meant))}?" if meant else _ALL_SETTINGS

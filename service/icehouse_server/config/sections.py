@@ -1,4 +1,4 @@
-"""Settings of the server, one frozen dataclass a section. Defaults live here and in `edge`, once."""
+"""Settings of the server, one frozen dataclass a section. Defaults are only here, in `edge` and in `http`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledModelConfig(ModelConfig):
-    """One of several models of a server. What it leaves out is as in [model] and [cache]."""
+    """One of several models of a server. [model] and [cache] have the values that it leaves out."""
 
     kv_bits: int = setting(0, "As cache.kv_bits, for this model.", choices=(0, 2, 3, 4, 6, 8))
     aliases: tuple[str, ...] = setting((), "Other names that requests may use in `model`.")
@@ -242,7 +242,7 @@ class CacheConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """How gateways reach this server. All of it is off unless asked for."""
+    """How gateways reach this server. All of it is off by default."""
 
     worker_enabled: bool = setting(
         False,
@@ -259,7 +259,7 @@ class FleetConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """Machines that serve one model together, each a part of every layer. All have the same settings."""
+    """Machines that serve one model together, each with a part of every layer. All have the same settings."""
 
     hosts: str | None = setting(
         None,
@@ -278,7 +278,7 @@ class GroupConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvEventsConfig:
-    """Events over gRPC are there for whoever may subscribe; over ZeroMQ they are off unless asked for."""
+    """KV events. Over gRPC everybody who may subscribe gets them; over ZeroMQ they are off by default."""
 
     zmq_endpoint: str | None = setting(
         None,
@@ -312,7 +312,7 @@ class KvEventsConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """What the server reports about itself beside its log. All of it is off unless asked for."""
+    """What the server reports about itself besides its log. All of it is off by default."""
 
     metrics_port: int | None = setting(
         None,
@@ -361,7 +361,7 @@ class TelemetryConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What the server says, on standard error."""
+    """The server's log, on standard error."""
 
     format: str = setting(
         "text", "Format of log lines: text for people, json for machines.", choices=("text", "json")
@@ -374,7 +374,7 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Config:
-    """All sections, named after the packages that read them."""
+    """All sections of the settings."""
 
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     connection: ConnectionConfig = dataclasses.field(default_factory=ConnectionConfig)
@@ -390,8 +390,8 @@ class Config:
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     models: tuple[PooledModelConfig, ...] = ()
-    """Where there are several, or where one is not kept for good; the first one is the default. Else `model`
-    alone is served."""
+    """The models of a server with several, or with one that may be unloaded; the first is the default. If
+    empty, only `model` is served."""
 
     @property
     def worker_ports(self) -> tuple[int, ...]:
@@ -406,14 +406,14 @@ class Config:
 
 
 MODELS = "models"
-"""The key of the tables that have one model each, in the file."""
+"""The file's key of the tables with one model each."""
 
 SECTIONS: Mapping[str, type[Any]] = {
     name: owner for name, owner in typing.get_type_hints(Config).items() if name != MODELS
 }
 
 SETTINGS: tuple[Setting, ...] = tuple(s for name, owner in SECTIONS.items() for s in settings_of(name, owner))
-"""Every declaration, in the order of `icehouse config` and of docs/settings.md."""
+"""All declarations, in the order of `icehouse config` and of docs/settings.md."""
 
 MODEL_SETTINGS = settings_of(MODELS, PooledModelConfig)
-"""What each of the tables [[models]] may say."""
+"""The settings that a [[models]] table may have."""

@@ -1,7 +1,7 @@
-"""Setting: its default, range and help, declared once beside the field it fills.
+"""Setting: its default, range and help, declared once, beside the field that it fills.
 
-Its kind follows from the field's type and the end of its name, such as a unit. Flags, environment
-variables, TOML keys, `icehouse config` and docs/settings.md are all derived from these declarations.
+Its kind follows from the field's type and the end of its name, such as a unit. Flags, environment variables,
+TOML keys, `icehouse config` and docs/settings.md are derived from these declarations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SWITCH_WORDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedPath:
-    """A folder and the name by which callers know it."""
+    """A folder, and the name that callers use for it."""
 
     name: str
     path: str
@@ -53,7 +53,7 @@ Value = str | int | float | bool | tuple[NamedPath, ...] | tuple[str, ...] | Non
 
 
 class SettingKind(enum.Enum):
-    """What a setting holds and how its text is read. Help has a flag's value by these words."""
+    """What a setting holds and how its text is read. Help shows these words as a flag's value."""
 
     TEXT = "TEXT"
     PATH = "PATH"
@@ -67,9 +67,9 @@ class SettingKind(enum.Enum):
     """A whole number of bytes; "4GiB" and "500 MB" are read too."""
     SWITCH = "SWITCH"
     CHOICE = "CHOICE"
-    """Help names the choices."""
+    """Help shows the choices themselves."""
     NAMED_PATHS = "NAME=PATH,…"
-    """Folders by name: a TOML table, or "name=folder,name=folder"."""
+    """Named folders: a TOML table, or "name=folder,name=folder"."""
     NAMES = "NAME,…"
     """A list of texts, or "name,name"."""
 
@@ -96,7 +96,7 @@ _NUMBERS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """The declaration of one setting. `section` and `name` come from the dataclass it stands in."""
+    """The declaration of one setting. `section` and `name` come from the dataclass that declares it."""
 
     section: str
     name: str
@@ -114,12 +114,12 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """`section.name`, how messages and `icehouse config` call it."""
+        """`section.name`, as messages and `icehouse config` call it."""
         return f"{self.section}.{self.name}"
 
     @property
     def flag(self) -> str:
-        """The command line's name for it; a switch has `--no-...` beside it."""
+        """Its command-line flag; a switch also has `--no-...`."""
         if self.flag_override is not None:
             return self.flag_override
         name = f"{self.section}_{self.name}" if self.section in _SECTIONS_IN_FLAGS else self.name
@@ -127,7 +127,7 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """The environment variable. The section is not said twice: ICEHOUSE_MODEL, ICEHOUSE_MODEL_NAME."""
+        """The environment variable. The section is not repeated: ICEHOUSE_MODEL, ICEHOUSE_MODEL_NAME."""
         rest = self.name.removeprefix(self.section).removeprefix("_")
         return "_".join(part for part in ("ICEHOUSE", self.section, rest) if part).upper()
 
@@ -164,7 +164,7 @@ class Setting:
 
     @property
     def range_text(self) -> str:
-        """The allowed values in words, empty when every value of the kind is allowed."""
+        """The allowed values in words; empty if every value of the kind is allowed."""
         if self.choices:
             return " | ".join(map(str, self.choices))
         low = "" if self.minimum is None else _number_text(self.minimum)
@@ -175,7 +175,7 @@ class Setting:
 
 
 def _read(raw: object, kind: SettingKind) -> Value:
-    """Return a text or a TOML value as this kind's; raises ValueError with a complaint that follows it."""
+    """Return a text or TOML value as one of this kind; raises ValueError, whose text follows the value."""
     match kind:
         case SettingKind.TEXT | SettingKind.PATH | SettingKind.CHOICE:
             if not isinstance(raw, str) or not raw.strip():
@@ -247,7 +247,7 @@ def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
 
 
 def _expanded(path: str) -> str:
-    """Return a path with its home folder in the place of `~`; raise ValueError for what can be no path."""
+    """Return a path with `~` replaced by the home folder; raise ValueError if it cannot be a path."""
     if "\0" in path:
         raise ValueError("has a zero byte, which no path has")
     expanded = os.path.expanduser(path)
@@ -266,11 +266,11 @@ def _read_names(raw: object) -> tuple[str, ...]:
 
 
 def _shown(raw: object) -> str:
-    """Return a value as a message says it: on one line, and not all of what is very long."""
+    """Return a value as messages show it: on one line, and shortened if it is very long."""
     try:
         text = repr(raw)
     except ValueError:
-        # Python writes no integer of more than 4300 digits.
+        # Python refuses to print integers of more than 4300 digits.
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN_LIMIT else f"{text[:_SHOWN_LIMIT]}…"
 
@@ -289,9 +289,9 @@ def setting(
     choices: tuple[str | int, ...] = (),
     flag: str | None = None,
 ) -> Any:
-    """Declare a section's field. `help` says what it does, and what 0 or absence means.
+    """Declare a section's field. `help` says what it does, and what 0 or no value means.
 
-    Numbers are 0 or more unless there is another `minimum`.
+    Numbers are at least 0 unless `minimum` says otherwise.
     """
     facts = {"default": default, "help": help, "kind": kind, "minimum": minimum, "maximum": maximum}
     return dataclasses.field(default=default, metadata={**facts, "choices": choices, "flag_override": flag})
@@ -323,5 +323,5 @@ def _kind_of(name: str, type_: object, *, has_choices: bool) -> SettingKind:
 
 
 def names_in(text: str | None, separator: str = ",") -> tuple[str, ...]:
-    """Return what a text lists, without white space and empty parts."""
+    """Return the items of a list in a text, without surrounding white space and empty items."""
     return tuple(name for part in (text or "").split(separator) if (name := part.strip()))

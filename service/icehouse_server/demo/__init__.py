@@ -1,1 +1,1 @@
-"""Demo models: real language models that come from the package index, each made into an MLX folder once."""
+"""Demo models: real language models from the package index, each turned into an MLX folder once."""

@@ -1,7 +1,7 @@
-"""Demo model's folder: fetched, assembled, checked, decoded, written, renamed. All or nothing.
+"""Demo model's folder: fetch, assemble, check, decode, write, rename. All or nothing.
 
-The folder appears under its final name by one rename, so a crash leaves only a `.partial-` folder,
-which the next run removes. A lock file keeps two builders apart.
+A single rename gives the folder its final name, so a crash leaves only a `.partial-` folder, which the next
+run removes. A lock file keeps two builders apart.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from icehouse_server.demo.models import DemoModel
 from icehouse_server.errors import ModelError, Reason
 
 BUILT_BYTES = 1 << 30
-"""What a demo model may take on disk while it is made."""
+"""Disk space that building a demo model may take."""
 _BUILDER_VERSION = 1
 _ORIGIN_FILE = "icehouse.json"
-"""Written last; says from which bytes and by which version of the builder the folder was made."""
+"""Written last; says from which bytes and by which builder version the folder was made."""
 _COPY_BYTES = 1 << 20
 
 
@@ -45,7 +45,7 @@ _OnDone = Callable[[str, float], None]
 
 
 def is_built(model: DemoModel) -> bool:
-    """Whether the model's folder is complete and of this builder's version."""
+    """Whether the model's folder is complete and was made by this builder version."""
     try:
         origin = json.loads((model.folder / _ORIGIN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -54,9 +54,9 @@ def is_built(model: DemoModel) -> bool:
 
 
 def ensure_demo_model(model: DemoModel, *, on_progress: OnProgress = lambda progress: None) -> Path:
-    """Return a demo model's folder, and build it first if necessary.
+    """Return a demo model's folder, building it first if necessary.
 
-    Raises ModelError when the model's wheels cannot be fetched, their bytes are not the expected ones, or the
+    Raises ModelError if the model's wheels cannot be fetched, their bytes are not the expected ones, or the
     folder cannot be written.
     """
     folder = model.folder
@@ -90,7 +90,7 @@ def _build(model: DemoModel, on_progress: OnProgress) -> None:
         _sync(file)
     _sync(partial)
     if folder.exists():
-        # Another builder version's folder: set aside under a name that the next run would clean.
+        # A folder from another builder version: move it to a name that the next run would remove.
         folder.rename(_partial_folder(folder))
     partial.chmod(0o755)
     partial.rename(folder)
@@ -113,7 +113,7 @@ def _write_model(model: DemoModel, partial: Path, on_done: _OnDone) -> None:
 
 
 def _assemble(model: DemoModel, fetched: Path, target: Path, on_done: _OnDone) -> None:
-    """Put the parts together in `target`; raises ModelError when the whole is not the expected one."""
+    """Join the parts in `target`; raises ModelError if the whole file is not the expected one."""
     on_done("assemble", 0.0)
     digest = hashlib.sha256()
     with target.open("wb") as whole:
@@ -133,7 +133,7 @@ def _assemble(model: DemoModel, fetched: Path, target: Path, on_done: _OnDone) -
 
 
 def _convert(model: DemoModel, source: Path, partial: Path, on_done: _OnDone) -> None:
-    # Few servers need it.
+    # Imported late, because few servers need it.
     from gguf import GGUFReader
 
     conversion = model.conversion
@@ -156,7 +156,7 @@ def _convert(model: DemoModel, source: Path, partial: Path, on_done: _OnDone) ->
 
 
 def _absent_wheels(model: DemoModel) -> tuple[wheels.Wheel, ...]:
-    """Return the wheels that have files which no installed package has."""
+    """Return the wheels of the files that no installed package has."""
     absent = [file.wheel for file in (*model.parts, *model.notices) if wheels.find_installed(file) is None]
     return tuple(dict.fromkeys(absent))
 
@@ -171,7 +171,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def remove_demo_model(model: DemoModel) -> None:
-    """Remove a built model; what a crash leaves of it is removed by the next build. Raises OSError."""
+    """Remove a built model. The next build removes what a crash leaves of it. Raises OSError."""
     with _only_builder(model.folder.parent):
         model.folder.rename(_partial_folder(model.folder))
         _remove_leftovers(model.folder)

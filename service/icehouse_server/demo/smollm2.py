@@ -1,7 +1,7 @@
-"""SmolLM2 from GGUF: the names and conventions of mlx-lm's `llama`, and its tokenizer.
+"""SmolLM2 from GGUF, with the names and conventions of mlx-lm's `llama`, and its tokenizer.
 
-The file lists pieces and merges of a byte-level BPE and only names the rule by which text is cut before it
-("smollm"): each digit by itself, then as GPT-2 does.
+The file lists pieces and merges of a byte-level BPE. It only names the rule that splits text before that
+("smollm"): first each digit by itself, then as GPT-2 does.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _ROTATED = {
     ".attn_q.weight": "llama.attention.head_count",
     ".attn_k.weight": "llama.attention.head_count_kv",
 }
-"""Projections whose rows RoPE turns, and where the file says how many heads they have."""
+"""Projections whose rows RoPE rotates, and the metadata key of their number of heads."""
 
 CHAT_TEMPLATE = read_template("smollm2.jinja")
-"""The turns that the file's own template writes, with tools in the manner of other families.
+"""The turns of the file's own template, with tools in the style of other families.
 
 The model was not trained on tools, but requests with tools work.
 """
 
 
 def model_config(metadata: Metadata) -> dict[str, Any]:
-    """Return config.json for mlx-lm from the file's metadata."""
-    # A turn of a chat ends with the file's own end token, a continued text with this one.
+    """Return config.json for mlx-lm, made from the file's metadata."""
+    # A chat turn ends with the file's own end token, a continued text with this one.
     config = common_config(metadata, "llama", head_size="rope.dimension_count", end_piece="<|endoftext|>")
     return config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
@@ -42,7 +42,7 @@ def convert_tensor(name: str, values: Array, metadata: Metadata) -> tuple[str, A
 
 
 def _halves(values: Array, *, head_count: int) -> Array:
-    """Return the rows with each head's pairs taken apart: llama.cpp rotates neighbours, mlx-lm halves."""
+    """Return the rows with each head's pairs split in halves: llama.cpp rotates neighbours, mlx-lm halves."""
     row_count, width = values.shape
     pairs = values.reshape(head_count, row_count // head_count // 2, 2, width)
     return pairs.swapaxes(1, 2).reshape(row_count, width)

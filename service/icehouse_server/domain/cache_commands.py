@@ -1,7 +1,7 @@
-"""Commands to the prefix cache from outside a running request, and their answers.
+"""Commands to the prefix cache that are not part of a running request, and their answers.
 
-Each command is answered once, by its answer or by an `IcehouseError`: `CACHE_UNSUPPORTED` without the cache
-or tier that it needs, `BLOCK_NOT_FOUND` for a pin that finds nothing.
+Each command is answered once, with its answer or an `IcehouseError`: `CACHE_UNSUPPORTED` if the cache or tier
+that it needs is missing, `BLOCK_NOT_FOUND` for a pin that finds nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Tier(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explain:
-    """What would a request reuse of this prompt? Answered by `Explanation`."""
+    """How much of this prompt would a request reuse? Answered by `Explanation`."""
 
     prompt_token_ids: tuple[int, ...]
     scope: CacheScope = DEFAULT_SCOPE
     shared_scope: CacheScope | None = None
-    """A second scope whose blocks it may start from."""
+    """A second scope whose blocks the request may start from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class BlockMatch:
     token_count: int
     size_bytes: int
     tier: Tier
-    """RAM where both have it."""
+    """RAM if both tiers have it."""
     has_checkpoint: bool
     pinned: bool
     session: SessionKey | None = None
-    """The session that computed it and alone has used it."""
+    """The session that computed it, if no other session has used it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """What would be reused, and all blocks that match. Predictions are None before anything was measured."""
+    """What would be reused, and all blocks that match. Predictions are None until something was measured."""
 
     cache: CacheReport
     """`restore_s` is a prediction."""
@@ -73,7 +73,7 @@ class Pin:
     prompt_token_ids: tuple[int, ...]
     scope: CacheScope = DEFAULT_SCOPE
     ttl_s: float | None = None
-    """How long from now; None is until they are unpinned. A pin never shortens an earlier one."""
+    """How long from now; None until they are unpinned. A pin never shortens an earlier one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class PinReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvictReport:
-    """What was removed, by tier. A block in both tiers counts in both."""
+    """What was removed from each tier. A block in both tiers counts in both."""
 
     ram_block_count: int = 0
     ram_bytes: int = 0
@@ -113,7 +113,7 @@ class EvictReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndSession:
-    """Have the blocks that only this session has used evicted first. Answered by `SessionEndReport`."""
+    """Let the blocks that only this session has used be evicted first. Answered by `SessionEndReport`."""
 
     session_id: str
     tenant: Tenant = DEFAULT_TENANT
@@ -121,7 +121,7 @@ class EndSession:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionEndReport:
-    """The blocks that are evicted first now; none for a session that is not known."""
+    """The blocks that will now be evicted first; none if the session is unknown."""
 
     block_count: int = 0
     ram_bytes: int = 0
@@ -130,7 +130,7 @@ class SessionEndReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListKnown:
-    """Which blocks of this prompt, None: of the model, are known? Answered by `KnownBlocks`."""
+    """Which blocks of this prompt (None: of the model) are known? Answered by `KnownBlocks`."""
 
     prompt_token_ids: tuple[int, ...] | None
     scope: CacheScope = DEFAULT_SCOPE
@@ -139,18 +139,18 @@ class ListKnown:
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownBlocks:
     """Names of blocks in either tier, the newest first. So a block comes after its children, unless it was
-    evicted and made again."""
+    evicted and computed again."""
 
     block_hashes: tuple[BlockHash, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListRecent:
-    """Which blocks were used last? First those in RAM, then those on SSD. Answered by `RecentBlocks`."""
+    """Which blocks were used last? Those in RAM come first, then those on SSD. Answered by `RecentBlocks`."""
 
     block_limit: int
     with_tokens: bool = False
-    """Whether to include their tokens, where this process knows them."""
+    """Whether to include their tokens if this process knows them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class RecentBlock:
     start_token_index: int
     token_count: int
     hit_count: int
-    """Prompts that reused it."""
+    """How many prompts reused it."""
     is_in_ram: bool
     is_on_ssd: bool
     token_keys: TokenKeys | None = dataclasses.field(default=None, repr=False)
@@ -175,7 +175,7 @@ class RecentBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecentBlocks:
-    """The blocks that were used last, of every tenant."""
+    """The most recently used blocks of all tenants."""
 
     blocks: tuple[RecentBlock, ...]
 
@@ -195,7 +195,7 @@ class Verify:
     """Read blocks on SSD and compare checksums. Answered by `VerifyReport`."""
 
     block_hashes: tuple[BlockHash, ...] | None = None
-    """Missing ones are skipped. None: all."""
+    """None: all blocks. Missing ones are skipped."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,10 +233,10 @@ class VerifyReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BeginListing:
-    """Write every known block to the block log, and from now on every change. Answered by `Listing`."""
+    """Write every known block to the block log, and every change from now on. Answered by `Listing`."""
 
     tenants: tuple[Tenant, ...]
-    """Tenants whose blocks are recognized as theirs before their first request."""
+    """Tenants whose blocks must be recognized as theirs even before their first request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,20 +265,20 @@ class KnownTokens:
     hash: BlockHash
     token_ids: tuple[int, ...]
     extra: bytes = b""
-    """Which images it overlaps, as its header has it."""
+    """Which images it overlaps, as in its header."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockTokens:
-    """The blocks that could be read; others are damaged or missing."""
+    """The blocks that could be read; the others are damaged or missing."""
 
     blocks: tuple[KnownTokens, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListExport:
-    """Which blocks of this prompt can be read from SSD, or written there first? None: of the scope's tenant,
-    with every adapter. Answered by `ExportBlocks`."""
+    """Which blocks of this prompt can be exported, from SSD or by writing them there first? None: all blocks
+    of the scope's tenant, with every adapter. Answered by `ExportBlocks`."""
 
     prompt_token_ids: TokenKeys | None
     scope: CacheScope = DEFAULT_SCOPE
@@ -297,7 +297,7 @@ class ExportBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExportBlocks:
-    """Parents come before their children; blocks that no prompt's beginning leads to are left out."""
+    """Parents come before their children. Blocks whose chain to the root has a gap are left out."""
 
     blocks: tuple[ExportBlock, ...]
     block_token_limit: int
@@ -305,7 +305,7 @@ class ExportBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadBlock:
-    """Read all of a block from SSD, verified and decrypted; where RAM alone has it, it is written first.
+    """Read a whole block from SSD, verified and decrypted. A block that is only in RAM is written first.
 
     Answered by `BlockContent`, or `BLOCK_NOT_FOUND`.
     """
@@ -315,19 +315,19 @@ class ReadBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockContent:
-    """A block with its bytes, under the name it has here."""
+    """A block with its bytes, under the name that it has on this server."""
 
     block: HostBlock
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BeginImport:
-    """What may a block have that is to be adopted? Answered by `ImportTerms`."""
+    """Which blocks can be adopted? Answered by `ImportTerms`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImportTerms:
-    """Bounds of a block that can be adopted."""
+    """Limits of a block that can be adopted."""
 
     block_token_limit: int
     block_limit_bytes: int
@@ -335,12 +335,12 @@ class ImportTerms:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdoptBlock:
-    """Write a block to SSD that was computed elsewhere by the same model. Answered by `Adoption`."""
+    """Write a block to SSD that the same model computed elsewhere. Answered by `Adoption`."""
 
     tenant: Tenant
     adapter: AdapterDigest | None
     parent: BlockHash | None
-    """The name here of the block before it; None for the first one of a prompt."""
+    """The name, on this server, of the block before it; None for a prompt's first block."""
     start_token_index: int
     keys: TokenKeys
     regions: tuple[HostRegion, ...] = dataclasses.field(repr=False)
@@ -350,14 +350,14 @@ class AdoptionRefusal(enum.Enum):
     """Why a block was not adopted."""
 
     DAMAGED = enum.auto()
-    """It is not what its name says."""
+    """Its content does not match its name."""
     LAYOUT = enum.auto()
-    """Its tensors are not those of this model's blocks, or hold a state that only this machine's owner may
-    bring."""
+    """Its tensors are not those of this model's blocks, or contain a state that only this machine's owner may
+    import."""
     SCOPE = enum.auto()
-    """It is another tenant's, or an adapter's that is not served."""
+    """It belongs to another tenant, or to an adapter that is not served."""
     PARENT_MISSING = enum.auto()
-    """The block before it is not here."""
+    """The block before it is not on this server."""
     QUOTA = enum.auto()
     """The tenant's quota on SSD has no space for it."""
     SSD_FULL = enum.auto()
@@ -366,12 +366,12 @@ class AdoptionRefusal(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adoption:
-    """What became of a block."""
+    """Whether a block was adopted."""
 
     hash: BlockHash
-    """Its name here."""
+    """Its name on this server."""
     is_new: bool = False
-    """Whether it was not here before."""
+    """Whether this server did not have it before."""
     refusal: AdoptionRefusal | None = None
 
 

@@ -1,8 +1,8 @@
 """Counters of the prefix cache.
 
-`*_count` and `*_bytes` are current, `*_total` since start, times in seconds, rates per second. The thread
-that owns an event counts it in its own dataclass and gives out copies (`dataclasses.replace`). The fields are
-those of `CacheStats` in the API; a test fails where they differ.
+`*_count` and `*_bytes` are current, `*_total` since start, times in seconds, rates per second. Each event is
+counted by the thread that owns it, in a dataclass of that thread, which gives out copies
+(`dataclasses.replace`). The fields are those of `CacheStats` in the API; a test fails if they differ.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ class TierStats:
     size_bytes: int = 0
     limit_bytes: int = 0
     evicted_block_total: int = 0
-    """Removed by policy."""
+    """Removed by the eviction policy."""
     evicted_byte_total: int = 0
     purged_block_total: int = 0
-    """Removed by order."""
+    """Removed by a command."""
     age: AgePercentiles = AgePercentiles()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MissTokens:
-    """Prompt tokens not reused for one reason; NONE stands for the last token, which always runs."""
+    """Prompt tokens that were not reused for one reason. NONE is for the last token, which always runs."""
 
     reason: ReuseLimit
     token_total: int
 
     @staticmethod
     def of(totals: Mapping[ReuseLimit, int]) -> tuple[MissTokens, ...]:
-        """Return the reasons that occurred, in their order."""
+        """Return the reasons that occurred, in enum order."""
         return tuple(MissTokens(reason, totals[reason]) for reason in ReuseLimit if totals.get(reason))
 
 
 @dataclasses.dataclass(slots=True)
 class LookupStats:
-    """How prompts fared when they were looked up."""
+    """Results of looking up prompts."""
 
     lookup_total: int = 0
     hit_total: int = 0
@@ -87,32 +87,32 @@ class SpillDropCause(enum.Enum):
     """No space within the limits, even after evicting."""
     WRITE_FAILED = enum.auto()
     WRITES_OFF = enum.auto()
-    """After earlier failures."""
+    """Writing was switched off after earlier failures."""
     PREFIX_SHORT = enum.auto()
     DUPLICATE = enum.auto()
-    """On SSD already."""
+    """It was already on SSD."""
     SHUTDOWN = enum.auto()
     """The flush deadline passed."""
     TENANT_SHARE = enum.auto()
-    """The tenant's share of the SSD is full of blocks that may not go."""
+    """The tenant's share of the SSD is full of blocks that must not be evicted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpillDrops:
-    """Blocks dropped on the way to SSD for one cause."""
+    """Blocks that were dropped on the way to SSD for one cause."""
 
     cause: SpillDropCause
     block_total: int
 
     @staticmethod
     def of(totals: Mapping[SpillDropCause, int]) -> tuple[SpillDrops, ...]:
-        """Return the causes that occurred, in their order."""
+        """Return the causes that occurred, in enum order."""
         return tuple(SpillDrops(cause, totals[cause]) for cause in SpillDropCause if totals.get(cause))
 
 
 @dataclasses.dataclass(slots=True)
 class SpillStats:
-    """From RAM to SSD. Accepted is not persisted: the row is the commit."""
+    """From RAM to SSD. An accepted block is persisted only once its row in the manifest is committed."""
 
     policy: str = "off"
     accepted_block_total: int = 0
@@ -127,15 +127,15 @@ class SpillStats:
     """0: no limit."""
     write_bytes_per_s: float = 0.0
     behind_block_total: int = 0
-    """Written while the disk was idle, before RAM needed their space."""
+    """Blocks written while the disk was idle, before RAM needed their space."""
     behind_byte_total: int = 0
     behind_waiting_count: int = 0
-    """Blocks that wait for that or are under way."""
+    """Blocks that are waiting for this or being written."""
 
 
 @dataclasses.dataclass(slots=True)
 class PromoteStats:
-    """From SSD to use."""
+    """From SSD into use."""
 
     load_total: int = 0
     failed_load_total: int = 0
@@ -149,12 +149,12 @@ class PromoteStats:
     recompute_tokens_per_s: float = 0.0
     recompute_chosen_total: int = 0
     failed_restore_total: int = 0
-    """Blocks that were read and did not make a cache: the request was prefilled instead."""
+    """Blocks that were read but could not be restored: the request was prefilled instead."""
 
 
 @dataclasses.dataclass(slots=True)
 class IntegrityStats:
-    """What was found damaged. Damage is a miss, never an error of the request."""
+    """Damage that was found. It is a miss, never an error for a request."""
 
     verified_block_total: int = 0
     checksum_failure_total: int = 0
@@ -163,13 +163,13 @@ class IntegrityStats:
     quarantined_file_count: int = 0
     quarantined_bytes: int = 0
     seal_failure_total: int = 0
-    """Encrypted blocks whose tag did not prove them."""
+    """Encrypted blocks whose authentication tag did not match."""
     quarantined_block_total: int = 0
-    """Blocks put into quarantine; files leave it when space is needed, this only grows."""
+    """Blocks put into quarantine. This only grows, while files are removed if space is needed."""
 
     @property
     def damaged_block_total(self) -> int:
-        """Whatever was wrong with them."""
+        """All damaged blocks, whatever was wrong with them."""
         return (
             self.checksum_failure_total
             + self.header_mismatch_total
@@ -190,18 +190,18 @@ class DiskStats:
     free_floor_bytes: int = 0
     other_model_block_count: int = 0
     writes_off_detail: str = ""
-    """Why nothing is written at present; empty while writing works."""
+    """Why nothing is being written; empty while writing works."""
     is_encrypted: bool = False
     hang_detail: str = ""
-    """What the disk does not answer at present; empty while it answers."""
+    """Which operation the disk is not answering; empty while it answers."""
     block_bytes: int = 0
-    """Files of all blocks."""
+    """Size of all block files."""
     raw_block_bytes: int = 0
-    """The same blocks' tensors, as they are in memory."""
+    """Size of the same blocks' tensors in memory."""
     decompress_bytes_per_s: float = 0.0
-    """Of tensors' bytes, by all readers together; 0 before the first."""
+    """Decompressed bytes per second of all readers together; 0 before the first block."""
     is_compressing: bool = False
-    """Whether blocks are compressed on their way to the disk now."""
+    """Whether blocks are currently compressed when they are written."""
 
 
 UNRECORDED_CODE = "unrecorded"
@@ -214,9 +214,9 @@ class ReconcileReport:
     reconcile_time: float = 0.0
     """`Clock.wall`."""
     duration_s: float = 0.0
-    """Reading the manifest and walking the files, repairs included."""
+    """Time to read the manifest and walk the files, including repairs."""
     clean: bool = False
-    """The directory was exactly as the last clean stop left it: files were not walked one by one."""
+    """Whether the directory was exactly as the last clean stop left it, so that the files were not walked."""
     manifest_rebuilt: bool = False
     file_count: int = 0
     row_count: int = 0
@@ -229,12 +229,12 @@ class ReconcileReport:
     other_layout_deleted_count: int = 0
     unknown_file_count: int = 0
     restamped_count: int = 0
-    """Files whose modification time had changed but nothing else."""
+    """Files of which only the modification time had changed."""
     unencrypted_block_count: int = 0
-    """Blocks in the clear, of whatever model, in a directory that is served with a key."""
+    """Unencrypted blocks of any model, in a directory that is used with a key."""
     changed_code: tuple[str, ...] = ()
-    """If the model has no block yet: the modules whose changed code alone makes its earlier blocks unusable;
-    `UNRECORDED_CODE` if those are of a version that recorded no digests of code."""
+    """If the model has no block yet: the modules whose changed code is the only reason that its earlier
+    blocks are unusable; `UNRECORDED_CODE` if a version that recorded no digests of code wrote those."""
 
     @property
     def repairs(self) -> Mapping[str, int]:
@@ -259,42 +259,42 @@ class SessionStats:
     """The sessions that requests named."""
 
     session_count: int = 0
-    """Remembered now."""
+    """Sessions that are remembered now."""
     ended_count: int = 0
-    """Of these, sessions that have ended."""
+    """Those of them that have ended."""
     ended_total: int = 0
     released_block_total: int = 0
-    """Blocks that became the first to be evicted when their session ended."""
+    """Blocks that became first in line for eviction when their session ended."""
     forgotten_total: int = 0
     """Sessions forgotten because there were too many."""
     dropped_checkpoint_total: int = 0
     """Checkpoints dropped because their session had too many."""
     child_count: int = 0
-    """Sessions remembered that another one started."""
+    """Remembered sessions that another session started."""
 
 
 @dataclasses.dataclass(slots=True)
 class PrefetchStats:
-    """What was computed for the next turns of sessions while nothing else ran."""
+    """Prefixes of sessions' next turns, computed while nothing else ran."""
 
     done_total: int = 0
     given_up_total: int = 0
-    """Those that a request, or the end of their session, interrupted; what they had computed stays."""
+    """Prefetches that a request or the end of the session interrupted; what they computed stays."""
     computed_token_total: int = 0
     used_token_total: int = 0
-    """Of these, tokens that a later request began with."""
+    """Those of the computed tokens that a later request began with."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TenantShare:
-    """What one tenant's blocks take of the tiers."""
+    """The bytes of one tenant's blocks in each tier."""
 
     tenant: Tenant
     ram_bytes: int = 0
     ssd_bytes: int = 0
 
     def joined(self, other: TenantShare) -> TenantShare:
-        """Return both, of two caches, together."""
+        """Return the sum of two caches' shares."""
         return TenantShare(self.tenant, self.ram_bytes + other.ram_bytes, self.ssd_bytes + other.ssd_bytes)
 
 
@@ -306,27 +306,27 @@ class SharedStats:
     hit_total: int = 0
     """Lookups that found at least one block."""
     late_lookup_total: int = 0
-    """Lookups that were not fully answered in time."""
+    """Lookups that did not get the whole answer in time."""
     fetched_block_total: int = 0
     fetched_byte_total: int = 0
     fetch_bytes_per_s: float = 0.0
     refused_block_total: int = 0
-    """Objects that were not the block of their name, whole and sound: none of their bytes was used."""
+    """Objects that were not exactly the block that their name says: none of their bytes was used."""
     stored_block_total: int = 0
     stored_byte_total: int = 0
     known_block_total: int = 0
-    """Blocks that were there already when they were to be stored."""
+    """Blocks that the store already had when they were to be stored."""
     dropped_block_total: int = 0
-    """Blocks that were not stored: too many waited, or they had left this server by then."""
+    """Blocks that were not stored, because too many were waiting or they had left this server by then."""
     deleted_block_total: int = 0
     queue_count: int = 0
     """Blocks that wait to be stored."""
     failure_total: int = 0
-    """Requests that the store did not answer, or refused."""
+    """Requests that the store refused or did not answer."""
     read_pause_detail: str = ""
-    """Why nothing is looked up at present; empty while the store answers."""
+    """Why lookups are paused; empty while the store answers."""
     write_pause_detail: str = ""
-    """Why nothing is stored at present; empty while that works."""
+    """Why storing is paused; empty while it works."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -336,7 +336,7 @@ class CacheStats:
 
     block_token_limit: int = 256
     unsupported_detail: str = ""
-    """Why this model's prompts cannot be cached; empty when they can."""
+    """Why this model's prompts cannot be cached; empty if they can."""
     ram: TierStats = dataclasses.field(default_factory=TierStats)
     ssd: TierStats | None = None
     lookups: LookupStats = dataclasses.field(default_factory=LookupStats)

@@ -1,4 +1,4 @@
-"""Call record, as metrics, traces and the access log see it. It holds no prompt or output text."""
+"""Call record for metrics, traces and the access log. It holds no prompt or output text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from icehouse_server.domain.ids import RequestId
 
 
 class PeerKind(enum.StrEnum):
-    """How a caller reached the server. Addresses are left out, since they identify people."""
+    """How a caller reached the server. Addresses are not recorded, since they identify people."""
 
     UNIX = "unix"
     LOOPBACK = "loopback"
@@ -23,13 +23,13 @@ PROVIDER = "icehouse"
 
 
 class Operation(enum.StrEnum):
-    """What a request asks of a model, by its name in OpenTelemetry's conventions for generative AI."""
+    """What a request asks of a model, named as in OpenTelemetry's conventions for generative AI."""
 
     CHAT = "chat"
     TEXT_COMPLETION = "text_completion"
     EMBEDDINGS = "embeddings"
     RERANK = "rerank"
-    """Not among the conventions' own; they allow others."""
+    """Not one of the conventions' names, but they allow others."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,20 +48,20 @@ class CallRecord:
     code: str = ""
     """Canonical gRPC status code, "OK" included."""
     reason: str = ""
-    """Why it failed, as in `errors.Reason`; else empty."""
+    """Why it failed, as in `errors.Reason`; empty if it did not."""
     tenant: str = ""
     model_id: str = ""
-    """Empty when the call never reached a model."""
+    """Empty if the call never reached a model."""
     duration_s: float = 0.0
     tokenize_s: float = 0.0
     prompt_token_count: int = 0
     started: Started | None = None
-    """None when the request never left the queue."""
+    """None if the request never left the queue."""
     usage: Usage | None = None
-    """None unless it ran to its end."""
+    """None unless the request ran to its end."""
     traceparent: str = ""
     tracestate: str = ""
-    """The caller's W3C trace context; empty when it sent none."""
+    """The caller's W3C trace context; empty if it sent none."""
     session_id: str = ""
     """The conversation that the call is a turn of, from the metadata or the request; empty if unknown."""
     agent_id: str = ""
@@ -73,40 +73,40 @@ class CallRecord:
 
     @property
     def error_type(self) -> str:
-        """Why it failed, as one of few values; empty when it did not."""
+        """Why it failed, as one of few values; empty if it did not."""
         return "" if self.code == "OK" else self.reason or self.code
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WireRecord:
-    """What one call of any service was on the wire, health and reflection included."""
+    """One call of any service on the wire, including health and reflection."""
 
     method: str
     code: str
     duration_s: float
     sent_bytes: int
-    """Of all messages, without framing."""
+    """Bytes of all messages, without framing."""
     received_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpillRecord:
-    """A block that was written to SSD because a request made it leave RAM."""
+    """A block that was written to SSD because of a request."""
 
     request_id: RequestId
     start_time: float
     """`Clock.wall` when writing began."""
     duration_s: float
-    """Until its row was committed."""
+    """Until its row in the manifest was committed."""
     token_count: int
     size_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpanNames:
-    """How to find the span of a call."""
+    """Identifies the span of a call."""
 
     trace_id: str
     """32 hex digits."""
     traceresponse: str
-    """The W3C header of that name, for the caller."""
+    """The W3C `traceresponse` header for the caller."""

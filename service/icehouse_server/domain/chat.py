@@ -30,16 +30,16 @@ class ImageDetail(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image, sent or named by its caller."""
+    """An image that a caller sent or named."""
 
     data: bytes = dataclasses.field(repr=False)
-    """Empty until it was read from `uri`."""
+    """Empty until it has been read from `uri`."""
     media_type: str
-    """Empty when the caller does not say."""
+    """Empty if the caller does not say."""
     field: str
     """Its field in the request."""
     uri: str = dataclasses.field(default="", repr=False)
-    """Where the image is; empty when the request has it."""
+    """Where the image is; empty if the request contains it."""
     detail: ImageDetail = ImageDetail.AUTO
 
 
@@ -48,13 +48,13 @@ class PlacedImage:
     """An image between the characters of a turn's text."""
 
     position: int
-    """Characters of the text before it; images of one position stand in order."""
+    """How many characters of the text come before it; images at the same position are in order."""
     source: ImageSource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageTexts:
-    """The text that stands in a prompt for each of its images."""
+    """The text that represents each image in a prompt."""
 
     mark: str
     """What the chat template writes for an image."""
@@ -77,19 +77,18 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     token_ids: tuple[int, ...] = ()
-    """The tokens that were generated for this turn; empty when the caller does not say."""
+    """The tokens that were generated for this turn; empty if the caller does not say."""
     images: tuple[PlacedImage, ...] = ()
-    """Ascending."""
+    """By ascending position."""
     sent_index: int | None = dataclasses.field(default=None, compare=False)
-    """Its place among the messages of its request, for refusals; None where it was not sent."""
+    """Its place among the messages of its request, for refusals; None if it was not sent."""
 
 
 def with_result_images_in_user_turns(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """Return the turns with the images of tools' results moved to a user's turn behind the results.
+    """Return the turns with the images of tool results moved to a user's turn after the results.
 
-    Most templates show no images of results, since models are trained on images of users. Where several
-    results follow each other, a line before the images names the result they belong to. Images keep their
-    order.
+    Most templates show no images of results, since models are trained on users' images. If several results
+    follow each other, a line before the images names the result that they belong to. Images keep their order.
     """
     turns: list[ChatMessage] = []
     results: list[ChatMessage] = []
@@ -104,7 +103,7 @@ def with_result_images_in_user_turns(messages: Sequence[ChatMessage]) -> tuple[C
 
 
 def _shown_by_user(results: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return a user's turn with the images of consecutive results; nothing without images."""
+    """Return a user's turn with the images of consecutive results; none if they have no images."""
     text = ""
     images: list[PlacedImage] = []
     for number, result in enumerate(results, start=1):
@@ -142,7 +141,7 @@ class ToolMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether, and which tool, the model calls; `name` only with NAMED."""
+    """Whether the model calls a tool, and which; `name` only with NAMED."""
 
     mode: ToolMode = ToolMode.AUTO
     name: str = ""
@@ -158,7 +157,7 @@ class ToolChoice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is rendered by a chat template."""
+    """What a chat template renders."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
@@ -167,9 +166,9 @@ class Conversation:
     adds_generation_prompt: bool = True
     continues_final_message: bool = False
     answers_in_json: bool = False
-    """Whether an answer is held to JSON, so that calls must be told from it."""
+    """Whether the answer is held to JSON, so that calls must be told apart from it."""
     image_texts: ImageTexts | None = None
-    """Set after its images were read."""
+    """Set once its images have been read."""
 
     @property
     def images(self) -> tuple[ImageSource, ...]:
@@ -177,7 +176,7 @@ class Conversation:
 
     @property
     def reads_tool_calls(self) -> bool:
-        """Whether tool calls in the reply are parsed."""
+        """Whether the reply is searched for tool calls."""
         return bool(self.tools) and self.tool_choice.mode is not ToolMode.NONE
 
     @property
@@ -193,31 +192,31 @@ class Conversation:
 
     @property
     def holds_calls(self) -> bool:
-        """Whether the reply's calls are held to their form, as far as the model's notation allows."""
+        """Whether the reply's calls are constrained as far as the model's notation allows."""
         is_held = self.constrains_calls or self.tool_choice.is_forced or self.answers_in_json
         return self.reads_tool_calls and is_held
 
     @property
     def constrains_calls(self) -> bool:
-        """Whether the reply's calls are constrained by tool choice or strict tools."""
+        """Whether tool choice or strict tools demand that the reply's calls are constrained."""
         choice = self.tool_choice
         is_bound = bool(choice.allowed) or not choice.is_parallel
         return self.reads_tool_calls and (is_bound or any(tool.is_strict for _, tool in self.callable_tools))
 
 
 class PromptChangeKind(enum.Enum):
-    """How a conversation's prompt may be made stable."""
+    """How a conversation may be changed to make its prompt stable."""
 
     BILLING_LINE_DROPPED = enum.auto()
     TOOL_KEYS_SORTED = enum.auto()
     TOOLS_SORTED = enum.auto()
     HISTORY_KEPT = enum.auto()
-    """Earlier turns are the tokens that were generated, and not what the template makes of them."""
+    """Earlier turns keep their generated tokens instead of what the template makes of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptChange:
-    """One kind of change, and how many lines or tools it changed, or tokens it kept."""
+    """One kind of change, and how many lines or tools it changed or tokens it kept."""
 
     kind: PromptChangeKind
     count: int
@@ -225,7 +224,7 @@ class PromptChange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation's tokens, and what of the reply they contain already."""
+    """A conversation's tokens, and the start of the reply if they contain it."""
 
     token_ids: tuple[int, ...]
     opening: str = ""
@@ -235,15 +234,15 @@ class RenderedChat:
     call_form: TaggedJson | None = None
     """The format that constrains the reply's calls, if they are constrained."""
     kept_token_count: int = 0
-    """Tokens at the beginning that are those of an earlier prompt and its reply."""
+    """Tokens at the beginning that are taken from an earlier prompt and its reply."""
     border_token_indices: tuple[int, ...] = ()
-    """Where the system's message ends and the last message begins, ascending, as far as that is known: there
-    other prompts may part from this one."""
+    """Where the system message ends and the last message begins, ascending, as far as known: other prompts
+    may diverge from this one there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Text of the answer. The pieces of an output come in the order in which it was written."""
+    """Text of the answer. Pieces come in the order in which the output was written."""
 
     text: str
 
@@ -257,16 +256,16 @@ class ReasoningPiece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A piece of tool call `index`. The first of a call has its id and name and no arguments."""
+    """A piece of tool call `index`. A call's first piece has its id and name but no arguments."""
 
     index: int
     id: str = ""
     name: str = ""
     arguments_json: str = ""
     is_withdrawn: bool = False
-    """The call turned out to be malformed: what came before for this index is void."""
+    """Whether the call turned out to be malformed: the earlier pieces of this index are void."""
     is_repaired: bool = False
-    """The call did not follow its notation, but its meaning was clear."""
+    """Whether the call did not follow its notation but its meaning was clear."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -290,7 +289,7 @@ class ReasoningMeter(Protocol):
         """Whether the next token belongs to reasoning."""
 
     def push(self, text: str) -> None:
-        """Add a token, with the text that it completes, which may be empty."""
+        """Add a token and the text that it completes, which may be empty."""
 
 
 class Reasoning(Protocol):

@@ -1,6 +1,6 @@
-"""Events of one request: `Started` once, then progress and deltas, then one end.
+"""Events of one request: `Started` once, then progress and deltas, then one end event.
 
-The end is `Finished` or `Failed`. A request refused before it started gets `Failed` alone.
+The end is `Finished` or `Failed`. A request that is refused before it started gets only `Failed`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class FinishReason(enum.Enum):
     LENGTH = enum.auto()
     CONTEXT_LENGTH = enum.auto()
     TOOL_CALLS = enum.auto()
-    """The model ended its turn after a tool call. Only the reply's parser can tell it from STOP_TOKEN."""
+    """The model ended its turn after a tool call. Only the reply's parser can tell this from STOP_TOKEN."""
 
 
 class ReuseLimit(enum.Enum):
     """Why the cached prefix was not longer."""
 
     NONE = enum.auto()
-    """Everything that may be reused was reused."""
+    """Everything that can be reused was reused."""
     NO_MATCH = enum.auto()
     """No block with this beginning is known."""
     DIVERGED = enum.auto()
-    """The prompt differs from every known one after the matched tokens."""
+    """After the matched tokens the prompt differs from every known one."""
     NO_CHECKPOINT = enum.auto()
     """Blocks match further, but this model can resume only at a checkpoint."""
     RECOMPUTE_FASTER = enum.auto()
     """Loading was predicted to take longer than prefilling."""
     LOAD_FAILED = enum.auto()
-    """A block on SSD was missing, damaged or another prompt's, and was dropped; or the disk hangs."""
+    """A block on SSD was missing, damaged or another prompt's, and was dropped; or the disk was hanging."""
     SWITCHED_OFF = enum.auto()
     """The request or the server does not use the cache."""
     UNSUPPORTED = enum.auto()
@@ -48,7 +48,7 @@ class ReuseLimit(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a prompt first differs from a cached one of the same tenant that is equal for more than half."""
+    """Where a prompt first differs from a cached one of the same tenant that shares more than half of it."""
 
     token_index: int
     """Position in the prompt of the first token that differs."""
@@ -58,7 +58,7 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheReport:
-    """How much of the prompt was reused, from where, and why not more. Counts in tokens."""
+    """How much of the prompt was reused, from where, and why not more, in tokens."""
 
     ram_token_count: int = 0
     ssd_token_count: int = 0
@@ -84,13 +84,13 @@ class Usage:
     ttft_s: float
     total_s: float
     drafts: DraftCounts = NO_DRAFTS
-    """What speculation did."""
+    """Draft tokens of speculation."""
     image_token_count: int = 0
     """Prompt tokens in the spans of images."""
     reasoning_token_count: int = 0
     """Output tokens of the model's reasoning."""
     promoted_token_count: int = 0
-    """Of a warm-up: prompt tokens from SSD whose blocks are in RAM since."""
+    """For a warm-up: prompt tokens from SSD whose blocks are in RAM now."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,25 +104,25 @@ class Started:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """`processed_token_count` of the prompt's tokens are in KV now, reused ones included."""
+    """`processed_token_count` of the prompt's tokens are in KV now, including reused ones."""
 
     processed_token_count: int
     prompt_token_count: int
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt tokens since the last progress, where asked for."""
+    """Of the prompt tokens since the last progress, if asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delta:
     """New text, whole characters only, and the tokens sampled since the last delta.
 
-    A token's text may come with a later delta (or never, when a stop string removed it).
+    A token's text may come with a later delta, or never if a stop string removed it.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, where asked for."""
+    """One for each token, if asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,14 +133,14 @@ class Finished:
     stop_string: str | None
     usage: Usage
     embedding: Vector | None = None
-    """The pooled hidden states of the prompt, of a request that asked for them."""
+    """The pooled hidden states of the prompt, if the request asked for them."""
     stop_token_id: int | None = None
-    """The last token, where it is one that ended the output."""
+    """The last token, if it is one that ended the output."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failed:
-    """The last event of a request that was refused, cancelled or broken."""
+    """The last event of a request that was refused or cancelled, or that failed."""
 
     error: IcehouseError
 

@@ -7,30 +7,30 @@ import re
 from typing import NewType
 
 CALLER_NAME_PATTERN = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
-"""What a caller may call a request or a session: it stands in logs as it is."""
+"""What a caller may call a request or a session; logs show it unchanged."""
 
 RequestId = NewType("RequestId", str)
-"""A request among those of all tenants, made of its name and its tenant (see `domain.request`)."""
+"""Identifies a request among all tenants' requests: its name and its tenant (see `domain.request`)."""
 Tenant = NewType("Tenant", str)
-"""Who may share KV with whom. The empty tenant is the default one."""
+"""Requests of one tenant may share KV. The empty tenant is the default one."""
 
 AdapterName = NewType("AdapterName", str)
-"""A LoRA adapter, as the config calls it. The empty name is the model by itself."""
+"""A LoRA adapter's name in the config. The empty name is the bare model."""
 
 AdapterDigest = NewType("AdapterDigest", bytes)
-"""32 bytes, SHA-256 over what an adapter computes: its weights and where they apply."""
+"""32 bytes, SHA-256 over all that an adapter computes with: its weights and where they apply."""
 
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes, SHA-256 chained over parent, token ids and extra digests (see `domain.blocks`)."""
 
 ImageDigest = NewType("ImageDigest", bytes)
-"""32 bytes, SHA-256 over an image as the model's processor made it, and over the processor."""
+"""32 bytes, SHA-256 over the image that the model's processor made, and over the processor."""
 
 SessionKey = NewType("SessionKey", bytes)
-"""16 bytes, BLAKE2b over a session's name and its tenant, under the key of the cache if there is one."""
+"""16 bytes, BLAKE2b over a session's name and tenant, keyed with the cache's key if there is one."""
 
 Fingerprint = NewType("Fingerprint", bytes)
-"""32 bytes, SHA-256 over everything KV depends on."""
+"""32 bytes, SHA-256 over everything that KV depends on."""
 
 NO_ADAPTER = AdapterName("")
 
@@ -39,14 +39,14 @@ DEFAULT_TENANT = Tenant("")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheScope:
-    """Requests of one tenant with one adapter: the same tokens have the same KV, and may share it."""
+    """One tenant with one adapter: in a scope, the same tokens have the same KV, and requests share it."""
 
     tenant: Tenant = DEFAULT_TENANT
     adapter: AdapterName = NO_ADAPTER
 
 
 DEFAULT_SCOPE = CacheScope()
-"""The default tenant's requests to the model by itself."""
+"""The default tenant's requests to the bare model."""
 
 
 SequenceId = NewType("SequenceId", int)

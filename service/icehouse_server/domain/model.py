@@ -21,18 +21,18 @@ class EngineState(enum.Enum):
 
 
 class ModelState(enum.Enum):
-    """Where a model of the pool is; FAILED can follow any of the others."""
+    """The state of a model in the pool; FAILED can follow any other state."""
 
     ABSENT = enum.auto()
-    """It is loaded when it is asked for."""
+    """A request that names it loads it."""
     FETCHING = enum.auto()
-    """Its files are looked for, or downloaded."""
+    """Its files are being located or downloaded."""
     LOADING = enum.auto()
     READY = enum.auto()
     DRAINING = enum.auto()
-    """What runs ends, and then it leaves memory."""
+    """Its running calls end, then it is unloaded."""
     FAILED = enum.auto()
-    """It could not be loaded, or its engine failed; it is tried again when it is asked for."""
+    """It could not be loaded, or its engine failed; a later request that names it tries again."""
 
 
 class ModelKind(enum.Enum):
@@ -46,20 +46,20 @@ class ModelKind(enum.Enum):
 
 
 class PassSplit(enum.Enum):
-    """Where the sequences of a forward pass are split."""
+    """Where a forward pass is split by sequence."""
 
     ATTENTION = "attention"
     MODULE = "module"
-    """The module of a layer that keeps its state."""
+    """In a layer, the module that keeps state."""
     ALONE = "alone"
-    """They share no pass."""
+    """Sequences share no pass."""
 
 
 class Sight(enum.Enum):
     """Whether images are served for a model folder, with or without the extra `vision`."""
 
     NONE = enum.auto()
-    """It has no vision tower that is known here."""
+    """It has no vision tower that this server knows."""
     SERVED = enum.auto()
     TEXT_ONLY = enum.auto()
     """The extra is missing: images are refused."""
@@ -69,7 +69,7 @@ class Sight(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyFormatInfo:
-    """How a model's chat replies are read, as `ModelService` shows it. Strings are empty where unknown."""
+    """How a model's chat replies are read, as `ModelService` shows it. Unknown strings are empty."""
 
     calls: str
     """The notation of its tool calls."""
@@ -86,7 +86,7 @@ class ModelInfo:
     """One loaded model, as `ModelService` shows it. Sizes in bytes."""
 
     model_id: str
-    """The name callers use in `model`; the empty name means this model too."""
+    """The name that callers use in `model`; the empty name means this model too."""
     architecture: str
     """`model_type` of config.json."""
     vocabulary_size: int
@@ -98,7 +98,7 @@ class ModelInfo:
     parameter_count: int
     weight_bytes: int
     kv_bytes_per_token: int
-    """KV growth per token over all layers whose context is unlimited; 0 when unknown."""
+    """KV growth per token over all layers with unlimited context; 0 if unknown."""
     cache_classes: tuple[str, ...]
     """Distinct cache class names of the model's layers, in order of first appearance."""
     fingerprint_hex: str
@@ -108,44 +108,44 @@ class ModelInfo:
     sees_images: bool = False
     """Whether prompts may contain images."""
     image_refusal: str = "reads text alone"
-    """The error's description of the model if they may not."""
+    """How the error describes the model if they may not."""
     runs_images_whole: bool = False
-    """Each token of an image attends to all of it, so no pass ends inside an image."""
+    """Whether each token of an image attends to the whole image, so that no pass may end inside one."""
     pass_splits: tuple[PassSplit, ...] = ()
-    """In the order of their names."""
+    """Sorted by name."""
     embedding_size: int = 0
-    """Width of the hidden states that embeddings are made of; 0 for models without embeddings."""
+    """Size of the hidden states that embeddings are made of; 0 for models without embeddings."""
     adapters: tuple[AdapterInfo, ...] = ()
     """Adapters that requests may name, in the config's order."""
     reply_format: ReplyFormatInfo | None = None
     """None without a chat template."""
     kind: ModelKind = ModelKind.CHAT
     pooling: Pooling = Pooling.LAST_TOKEN
-    """How hidden states become a vector where a request does not say."""
+    """How hidden states become a vector if a request does not say."""
     embedding_prompts: tuple[EmbeddingPrompt, ...] = ()
-    """Texts before an input that the model was trained with; requests may name one."""
+    """Texts that the model was trained to see before an input; requests may name one."""
     system_digest_hex: str = ""
-    """Digest of all that outputs depend on, except the request and its adapter."""
+    """Digest of everything that outputs depend on, except the request and its adapter."""
 
     def system_fingerprint(self, adapter: AdapterName) -> str:
-        """Return a digest of all that outputs depend on, except the request, as 16 hex digits."""
+        """Return a digest of everything that outputs depend on, except the request, as 16 hex digits."""
         digests = (each.digest for each in self.adapters if each.name == adapter)
         parts = bytes.fromhex(self.system_digest_hex) + b"".join(digests)
         return hashlib.sha256(parts).hexdigest()[:16]
 
     @property
     def runs_whole(self) -> bool:
-        """Whether each prompt runs in one pass, of which nothing is kept: it is an encoder."""
+        """Whether each prompt runs in one pass and nothing of it is kept, as in an encoder."""
         return self.pooling is Pooling.OWN
 
     @property
     def prompt_token_limit(self) -> int:
-        """How long a prompt may be; a model that generates needs space for one token more."""
+        """How many tokens a prompt may have; a model that generates needs space for one more."""
         return self.context_token_limit - (self.kind is ModelKind.CHAT)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all weights, those of the adapters included."""
+        """Bytes of all weights, including the adapters'."""
         return self.weight_bytes + sum(adapter.weight_bytes for adapter in self.adapters)
 
 
@@ -159,19 +159,19 @@ class ListedModel:
     detail: str = ""
     """Why it is FAILED."""
     info: ModelInfo | None = None
-    """None until it was loaded once."""
+    """None until it has been loaded once."""
     adapters: tuple[str, ...] = ()
-    """Names of those that requests may choose."""
+    """Names of the adapters that requests may choose."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmbeddingPrompt:
-    """A text that a model was trained to see before some inputs, by its name in the model's folder."""
+    """A text that a model was trained to see before some inputs, with its name from the model's folder."""
 
     name: str
     text: str
     is_default: bool = False
-    """Whether it stands before inputs that name none."""
+    """Whether it is put before inputs of requests that name none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,10 +179,10 @@ class AdapterInfo:
     """One loaded adapter, as `ModelService` shows it."""
 
     name: AdapterName
-    """The name callers use in `adapter`."""
+    """The name that callers use in `adapter`."""
     kind: str
     """`fine_tune_type` of its adapter_config.json: "lora", "dora" or "full"."""
     digest: AdapterDigest
     parameter_count: int
     weight_bytes: int
-    """What it takes in addition to the model's weights, which it shares."""
+    """What it takes in addition to the model's weights, which all adapters share."""

@@ -1,6 +1,6 @@
 """Generation request: what one caller asks of the engine, after validation and tokenization.
 
-With its parts: pooling, log probabilities, speculation, and images as a model takes them.
+Also its parts: pooling, log probabilities, speculation, and images as a model takes them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from icehouse_server.domain.sampling import SEED_RANGE, SamplingParams
 _IMAGE_TAG = b"icehouse.image.v1\x00"
 
 _PART_MARK = "#"
-"""Between a call's name and the number of one of its requests. No caller's name has it."""
+"""Separates a call's name from the number of one of its requests. No caller's name contains it."""
 _TENANT_MARK = "@"
-"""Before the tenant whose name it is. No caller's name has it either; a tenant may."""
+"""Separates the name from its tenant. No caller's name contains it either; a tenant's may."""
 
 
 class CacheUse(enum.Enum):
@@ -46,12 +46,12 @@ class CacheUse(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to continue. Token ids are inside the vocabulary, limits already checked."""
+    """One prompt to continue. Token ids are in the vocabulary, and limits were already checked."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     max_output_tokens: int
-    """>= 1, or 0 for a warm-up that computes and keeps the prompt only."""
+    """>= 1, or 0 for a warm-up, which only computes and keeps the prompt."""
     sampling: SamplingParams
     stop: tuple[str, ...]
     arrival_time: float
@@ -61,9 +61,9 @@ class GenerationRequest:
     cache_use: CacheUse = CacheUse.READ_WRITE
     tenant: Tenant = DEFAULT_TENANT
     adapter: AdapterName = NO_ADAPTER
-    """One of those served, already checked."""
+    """Already checked: an adapter that is served."""
     shared_tenant: Tenant | None = None
-    """Another tenant whose blocks it may start from, but not write."""
+    """Another tenant whose blocks it may start from but not write."""
     priority: int = 0
     """Higher runs first."""
     shows_markers: bool = False
@@ -71,25 +71,25 @@ class GenerationRequest:
     grammar: Grammar | None = None
     """What the output must be, if anything."""
     reasoning: Reasoning | None = None
-    """How reasoning tokens are recognized; None where they are not."""
+    """How reasoning tokens are recognized; None if they are not."""
     logprobs: LogprobsWanted | None = None
-    """None: no log probabilities."""
+    """None for no log probabilities."""
     speculation: Speculation | None = None
     session_id: str = ""
-    """The conversation that it is a turn of, as its caller or a gateway names it, and behind a slash the
+    """The conversation that it is a turn of, as its caller or a gateway names it, then after a slash the
     agent that calls within it; empty if unknown."""
     parent_session_id: str = ""
     """The session of the agent that started this one; empty if there is none."""
     opening: int = 0
-    """Stands for how its conversation begins: a session may have several, such as subagents'."""
+    """A hash of how its conversation begins: a session may have several conversations, such as subagents'."""
     ends_session: bool = False
     """Whether it is the last turn; the session ends with it, unless it fails."""
     images: tuple[ImageSpan, ...] = ()
     """Images that replace some of the prompt's tokens; ascending, without overlap."""
     border_token_indices: tuple[int, ...] = ()
-    """Inside the prompt, ascending: where others may part from it, so that a state is worth keeping there."""
+    """Inside the prompt, ascending: where other prompts may diverge, so that keeping a state pays off."""
     is_prefetch: bool = False
-    """Whether nobody asked for it: it is a warm-up for the next turn of a session, and counted by itself."""
+    """Whether nobody asked for it: it is a warm-up for a session's next turn, and counted separately."""
     pooling: Pooling | None = None
     """Asks for the prompt's pooled hidden states. All its tokens are computed and nothing is generated."""
 
@@ -109,11 +109,11 @@ class GenerationRequest:
         return None if self.shared_tenant is None else CacheScope(self.shared_tenant, self.adapter)
 
     def keys(self, token_ids: tuple[int, ...]) -> TokenKeys:
-        """Return the token keys of these tokens, which begin with the prompt's."""
+        """Return the token keys of these tokens, which begin with the prompt's tokens."""
         return keys_of(token_ids, self.images)
 
     def image_parts(self, start: int, stop: int) -> tuple[ImagePart, ...]:
-        """Return the parts of images in [start, stop) of prompt and output."""
+        """Return the parts of images within [start, stop) of prompt and output."""
         parts = []
         for span in self.images:
             first, last = max(start, span.start_token_index), min(stop, span.end_token_index)
@@ -127,13 +127,13 @@ class GenerationRequest:
         return self.image_parts(span.start_token_index, span.end_token_index)[0]
 
     def rope_positions(self) -> RopePositions | None:
-        """Return the positions of its tokens; None where they are simply those in the sequence."""
+        """Return the positions of its tokens; None if they are simply their indices in the sequence."""
         return RopePositions.of(len(self.prompt_token_ids), self.images)
 
     def completion(self, index: int) -> GenerationRequest:
         """Return the request for another output of the same prompt; 0 is this one.
 
-        It draws from a seed higher by `index` and leaves the prompt's log probabilities to the first.
+        Its seed is higher by `index`, and only the first one returns the prompt's log probabilities.
         """
         if index == 0:
             return self
@@ -153,7 +153,7 @@ def request_id_of(name: str, tenant: Tenant) -> RequestId:
 
 
 def name_of(request_id: RequestId) -> str:
-    """Return the caller's name, with the number of the request where a call has several."""
+    """Return the caller's name, with the number of the request if its call has several."""
     return request_id.partition(_TENANT_MARK)[0]
 
 
@@ -164,7 +164,7 @@ def call_of(request_id: RequestId) -> RequestId:
 
 
 def part_of(call: RequestId, index: int) -> RequestId:
-    """Return the id of a call's request; the first has the call's own."""
+    """Return the id of a call's request number `index`; the first one has the call's own id."""
     name, mark, tenant = call.partition(_TENANT_MARK)
     return RequestId(f"{name}{_PART_MARK}{index}{mark}{tenant}") if index else call
 
@@ -178,11 +178,11 @@ class Pooling(enum.Enum):
     LAST_TOKEN = enum.auto()
     MEAN = enum.auto()
     OWN = enum.auto()
-    """What an encoder makes of a whole prompt, which runs in one pass: its vector, or its score alone."""
+    """Whatever an encoder makes of a whole prompt, which runs in one pass: its vector, or just its score."""
 
 
 def finished(vector: Vector, *, dimension_count: int, is_normalized: bool) -> Vector:
-    """Return the leading dimensions, scaled to length 1 if `is_normalized`. Zeros stay zeros."""
+    """Return the leading dimensions, scaled to length 1 if `is_normalized`. A zero vector stays zero."""
     leading = vector[:dimension_count]
     length = float(np.linalg.norm(leading))
     return leading / np.float32(length) if is_normalized and length > 0 else leading
@@ -190,13 +190,13 @@ def finished(vector: Vector, *, dimension_count: int, is_normalized: bool) -> Ve
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogprobsWanted:
-    """Which log probabilities a request wants, for output tokens and, with `of_prompt`, the prompt's."""
+    """Which log probabilities a request wants, for output tokens and, with `of_prompt`, prompt tokens."""
 
     top_count: int = 0
-    """How many of the likeliest tokens to add for each token."""
+    """How many of the likeliest tokens to report for each position."""
     of_prompt: bool = False
     token_ids: tuple[int, ...] = ()
-    """Tokens to add for each token, likely or not. Inside the vocabulary."""
+    """Tokens to report for each position, likely or not. All are in the vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class Logprob:
 class TokenLogprobs:
     """Log probability of one token in the model's own distribution.
 
-    That is before temperature, filters, penalties, bias and constraints.
+    So temperature, filters, penalties, bias and constraints do not affect it.
     """
 
     token_id: int
@@ -219,18 +219,18 @@ class TokenLogprobs:
     rank: int
     """1 for the likeliest token of the vocabulary; ties share the better rank."""
     top: tuple[Logprob, ...] = ()
-    """The likeliest tokens, falling."""
+    """The likeliest tokens, in descending order."""
     asked: tuple[Logprob, ...] = ()
-    """The tokens asked for, in the order asked."""
+    """The tokens that the request asked for, in its order."""
     text_offset: int | None = None
-    """Where its text begins in the output, in bytes of UTF-8. None for tokens of the prompt."""
+    """Where its text begins in the output, in bytes of UTF-8. None for prompt tokens."""
 
 
 class Drafting(enum.Enum):
     """How draft tokens are proposed."""
 
     PROMPT_LOOKUP = enum.auto()
-    """What followed an earlier occurrence of the last tokens (Saxena 2023)."""
+    """The tokens that followed an earlier occurrence of the last tokens (Saxena 2023)."""
     DRAFT_MODEL = enum.auto()
     """The likeliest tokens of the server's draft model."""
 
@@ -240,18 +240,18 @@ class Speculation:
     """How a request wants to speculate."""
 
     draft_token_limit: int
-    """Draft tokens a step, >= 1."""
+    """Most draft tokens in a step, >= 1."""
     ngram_token_limit: int = 1
     """Prompt lookup: how many of the last tokens to match, >= 1; fewer if these have no match."""
     drafting: Drafting = Drafting.PROMPT_LOOKUP
 
 
 class SpeculationLimit(enum.Enum):
-    """Why a request that asked for speculation decoded without it, from the start or at the end."""
+    """Why a request that asked for speculation was decoded without it, from the start or at the end."""
 
     NONE = enum.auto()
     CACHE = enum.auto()
-    """The model has caches from which rejected tokens cannot be removed."""
+    """Rejected tokens cannot be removed from the model's caches."""
     SAMPLING = enum.auto()
     """Each token's draw depends on the token before it: penalties, bad words, a response format
     or a budget of reasoning tokens."""
@@ -263,14 +263,14 @@ class SpeculationLimit(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Draft tokens of one step, or of a whole request, and what became of them."""
+    """Draft tokens of one step or of a whole request, and how many were accepted."""
 
     proposed_count: int = 0
     accepted_count: int = 0
     limit: SpeculationLimit = SpeculationLimit.NONE
 
     def plus(self, step: DraftCounts) -> DraftCounts:
-        """Return the sum with a later step's, with the limit of that step."""
+        """Return the sum with a later step's counts, with the limit of that step."""
         return DraftCounts(
             self.proposed_count + step.proposed_count, self.accepted_count + step.accepted_count, step.limit
         )
@@ -288,15 +288,15 @@ class ImageInput:
     tensors: tuple[HostTensor, ...]
     """Inputs of the vision tower, by their names in the model's code."""
     feature_count: int
-    """Tokens of the prompt whose embeddings the tower makes."""
+    """How many prompt tokens get their embeddings from the tower."""
     grid: tuple[int, int, int] | None = None
     """Frames, rows and columns of these tokens, for models that use them as positions (`RopePositions`)."""
     is_seen_whole: bool = False
-    """Each of its tokens attends to all of them, not only to those before it. So they run in one pass."""
+    """Whether each of its tokens attends to all of them, not only earlier ones; they run in one pass then."""
 
     @property
     def pixels(self) -> HostTensor:
-        """The largest tensor, which is what the tower sees."""
+        """The largest tensor, which has the pixels."""
         return max(self.tensors, key=lambda tensor: tensor.data.nbytes)
 
     @property
@@ -306,7 +306,7 @@ class ImageInput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentTensor:
-    """A tensor as its sender made it. Only its size is checked against its shape."""
+    """A tensor as its sender made it. Only that its size matches its shape is checked."""
 
     tensor: HostTensor
     field: str
@@ -318,9 +318,9 @@ class SentImages:
     """Images that a gateway has prepared, for a prompt that already has their tokens."""
 
     tensors: tuple[SentTensor, ...]
-    """Of all images, the pixels first."""
+    """The tensors of all images, the pixels first."""
     places: tuple[range, ...]
-    """Positions of each image's tokens, in order, inside the prompt; text may be among them."""
+    """Positions of each image's tokens in the prompt, in order; text may be among them."""
     places_field: str
     token_id: int | None
     """The image token that the sender used; None if not given."""
@@ -328,12 +328,12 @@ class SentImages:
 
 
 ImageKey = tuple[ImageDigest, tuple[int, ...]]
-"""An image and the token ids of its span, some of which may be text."""
+"""An image, and the token ids of its span, some of which may be text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """An image in a prompt, from the first token whose vector the tower makes to past the last one."""
+    """An image in a prompt, from the first token whose vector the tower makes to just after the last one."""
 
     start_token_index: int
     end_token_index: int
@@ -346,26 +346,26 @@ class ImageSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImagePart:
-    """Some tokens of a run that lie in an image's span."""
+    """The tokens of a run that are in an image's span."""
 
     start: int
-    """Of the first of them in the run."""
+    """Where the first of them is in the run."""
     place: int
-    """Of the first of them in the span."""
+    """Where the first of them is in the span."""
     count: int
     image: ImageInput
     span_token_ids: tuple[int, ...]
 
     @property
     def key(self) -> ImageKey:
-        """What the vectors of its span are known by."""
+        """The key of the vectors of its span."""
         return self.image.digest, self.span_token_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RopePositions:
-    """Positions of a prompt's tokens where each has three: frame, row and column in an image, which begins
-    behind all before it; of text all three are equal (MRoPE of Qwen2-VL, arXiv 2409.12191)."""
+    """Three positions for each token of a prompt: frame, row and column within an image, which begin after
+    all positions before the image. The three are equal for text (MRoPE of Qwen2-VL, arXiv 2409.12191)."""
 
     of_prompt: npt.NDArray[np.int32]
     """[3, tokens]."""
@@ -374,7 +374,7 @@ class RopePositions:
 
     @classmethod
     def of(cls, token_count: int, images: Sequence[ImageSpan]) -> RopePositions | None:
-        """Lay out a prompt; None where no image has a grid."""
+        """Return the positions of a prompt; None if no image has a grid."""
         if not any(span.image.grid for span in images):
             return None
         parts: list[npt.NDArray[np.int32]] = []
@@ -392,7 +392,7 @@ class RopePositions:
         return cls(laid, position - place)
 
     def at(self, start: int, count: int) -> npt.NDArray[np.int32]:
-        """Return the positions of tokens from `start` on, [3, count], of the prompt and behind it."""
+        """Return the positions of `count` tokens from `start` on, [3, count], within or after the prompt."""
         inside = self.of_prompt[:, start : start + count]
         first = max(start, self.of_prompt.shape[1])
         behind = text_positions(first + self.shift, count - inside.shape[1])
@@ -400,7 +400,7 @@ class RopePositions:
 
 
 def text_positions(first: int, count: int) -> npt.NDArray[np.int32]:
-    """Return the positions of so many tokens of text, [3, count]."""
+    """Return the positions of `count` text tokens, [3, count]."""
     return np.tile(np.arange(first, first + count, dtype=np.int32), (3, 1))
 
 

@@ -1,6 +1,6 @@
-"""Response format: the form that an output must have, and the grammar that enforces it.
+"""Response format: the form of an output, and the grammar that enforces it.
 
-Formats are hashable: a compiled one is looked up by its format.
+Formats are hashable, because compiled ones are looked up by their format.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class JsonSchema:
 
     schema: str
     is_compact: bool = False
-    """No white space between the tokens of JSON."""
+    """Whether there is no white space between JSON tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class JsonObject:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Regex:
-    """Text that `pattern` (Rust's syntax) matches from its beginning to its end."""
+    """Text that `pattern` (in Rust's syntax) matches as a whole."""
 
     pattern: str
 
@@ -55,12 +55,12 @@ class Choice:
 class JsonTag:
     """JSON between two fixed texts, such as one tool's call in a model's own notation.
 
-    `begin` and `end` may spell special tokens of the model's vocabulary; those are then tokens.
+    `begin` and `end` may spell special tokens of the model's vocabulary, which are then drawn as tokens.
     """
 
     begin: str
     schema: str
-    """A JSON schema (JSON text) for what is in between."""
+    """The JSON schema (JSON text) of the value in between."""
     end: str = ""
     field: str = ""
     """The request's field of the schema, for errors."""
@@ -72,23 +72,23 @@ class TaggedJson:
 
     tags: tuple[JsonTag, ...]
     may_repeat: bool = False
-    """Several may follow each other, white space between them."""
+    """Whether several tags may follow each other, with white space between them."""
     trigger: str = ""
     """The common beginning of all `begin`s. With a trigger an output may be text without tags, or have text
-    before and behind tags; every occurrence of the trigger begins a tag, without `may_repeat` only one."""
+    before and after tags. Every occurrence of the trigger begins a tag; without `may_repeat` only one may."""
     markers: tuple[str, ...] = ()
-    """Special tokens that text may contain; for a form with a trigger."""
+    """Special tokens that text may contain; only for a form with a trigger."""
     opening: str = ""
-    """The part of the first `begin` that the prompt ends with; each of them begins with it."""
+    """The part of the first tag's `begin` that the prompt ends with; all `begin`s start with it."""
     answer: JsonSchema | JsonObject | None = None
-    """What an output may be instead of tags; for a form without trigger and opening."""
+    """What an output may be instead of tags; only for a form without trigger and opening."""
 
 
 ResponseFormat = JsonSchema | JsonObject | Regex | LarkGrammar | Choice | TaggedJson
 
 
 def size_bytes(form: ResponseFormat) -> int:
-    """Return how much text a form holds, in UTF-8; each text of a choice counts as one byte at least."""
+    """Return the size of a form's text in UTF-8; each text of a choice counts at least one byte."""
     match form:
         case JsonSchema():
             texts: tuple[str, ...] = (form.schema,)
@@ -110,12 +110,12 @@ def size_bytes(form: ResponseFormat) -> int:
 class Constraint(Protocol):
     """Decides which tokens may come next. One per sequence, used on the inference thread only.
 
-    After a sequence was parked, a new one is given the output so far.
+    After a sequence was parked, it gets a new constraint, which is given the output so far.
     """
 
     @property
     def is_finished(self) -> bool:
-        """Whether the output is complete: nothing may follow, and `allowed_tokens` is not asked again."""
+        """Whether the output is complete: nothing may follow, and `allowed_tokens` is not called again."""
 
     @property
     def error(self) -> IcehouseError | None:
@@ -123,32 +123,32 @@ class Constraint(Protocol):
 
     @property
     def allows_any(self) -> bool:
-        """Whether every token may come next; `allowed_tokens` is then not asked."""
+        """Whether every token may come next; `allowed_tokens` is then not called."""
 
     def allows(self, token_id: int) -> bool:
         """Return whether one token may come next, at far less cost than `allowed_tokens`.
 
-        Where only one text can follow, `allowed_tokens` may name one spelling of it and this allow others;
-        what `allowed_tokens` names is always allowed.
+        It allows everything that `allowed_tokens` does. If only one text can follow, `allowed_tokens` may
+        have one spelling of it and this may allow others too.
         """
 
     def allowed_tokens(self) -> npt.NDArray[np.uint32]:
         """Return the tokens that may come next, one bit each: token i is bit i % 32 of word i // 32.
 
-        At least one bit is set. Tokens behind the last word are not allowed. The array is read before
-        the next call.
+        At least one bit is set. Tokens after the last word are not allowed. The array is read before the next
+        call.
         """
 
     def accept(self, token_id: int) -> None:
-        """Go on behind a token that was drawn."""
+        """Advance by a token that was drawn."""
 
 
 class Grammar(Protocol):
-    """A form ready for use. Never changes; any number of sequences on any thread may start from it."""
+    """A form that is ready for use. Immutable; any number of sequences on any thread may start from it."""
 
     @property
     def unenforced(self) -> tuple[str, ...]:
-        """Keywords of the form's schemas that outputs are not held to, by their JSON pointers."""
+        """JSON pointers of the keywords in the form's schemas that are not enforced."""
 
     def start(self) -> Constraint:
-        """Return a constraint at the beginning of an output, owned by the caller's thread."""
+        """Return a constraint for a new output, owned by the caller's thread."""

@@ -1,6 +1,6 @@
-"""Counters of the engine, the tenants, a group and the slowest requests, and a snapshot of all of them.
+"""Counters of engine, tenants and group, the slowest requests, and a snapshot of all of them.
 
-As in `cache_stats`, the owning thread counts in place and gives out copies.
+As in `cache_stats`, the thread that owns an event counts it in place and gives out copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from icehouse_server.domain.model import EngineState, ModelInfo
 
 @dataclasses.dataclass(slots=True)
 class EngineStats:
-    """The engine's own counters. `*_count` are now, `*_total` since start; bytes and seconds."""
+    """The engine's own counters. `*_count` and bytes are current, `*_total` since start, times in seconds."""
 
     uptime_s: float = 0.0
     mailbox_count: int = 0
@@ -45,11 +45,11 @@ class EngineStats:
     peak_memory_bytes: int = 0
     memory_limit_bytes: int = 0
     parked_total: int = 0
-    """Times a sequence was parked for want of memory and resumed later."""
+    """How often a sequence was parked because memory was short."""
     kv_used_bytes: int = 0
     """KV of running sequences, including reserved space; without the prefix cache."""
     kv_limit_bytes: int = 0
-    """Maximum KV in addition to the model; 0 is unlimited."""
+    """Most bytes of KV besides the model; 0 is unlimited."""
     drafted_token_total: int = 0
     accepted_draft_token_total: int = 0
     encoded_image_total: int = 0
@@ -64,7 +64,7 @@ class EngineStats:
 
     @property
     def kv_usage_ratio(self) -> float:
-        """`kv_used_bytes` by `kv_limit_bytes`; 0 without a limit."""
+        """`kv_used_bytes` divided by `kv_limit_bytes`; 0 without a limit."""
         return min(1.0, self.kv_used_bytes / self.kv_limit_bytes) if self.kv_limit_bytes > 0 else 0.0
 
     @property
@@ -75,7 +75,7 @@ class EngineStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampleRates:
-    """Per second, between the last two samples."""
+    """Rates per second between the last two samples."""
 
     finished_per_s: float = 0.0
     failed_per_s: float = 0.0
@@ -84,15 +84,15 @@ class SampleRates:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvEventStats:
-    """What subscribers of KV events get: `*_count` and bytes are current, `*_total` since start."""
+    """Counters of KV events for subscribers: `*_count` and bytes are current, `*_total` since start."""
 
     block_count: int = 0
-    """Known blocks, whether or not they may be reported yet."""
+    """Known blocks, including those that may not be reported yet."""
     replay_bytes: int = 0
     """Approximate size of the batches kept for subscribers that reconnect."""
     event_total: int = 0
     lost_total: int = 0
-    """Times a subscriber needed a batch that was no longer stored."""
+    """How often a subscriber needed a batch that was no longer stored."""
     untold_total: int = 0
     """Blocks not reported because of `kv_events.block_limit`."""
 
@@ -104,23 +104,23 @@ class ReplyStats:
     reply_count: int = 0
     size_bytes: int = 0
     found_total: int = 0
-    """Prompts in which one was found."""
+    """Prompts in which an earlier reply was found."""
 
 
 class RankState(enum.Enum):
-    """What a rank is at."""
+    """The state of a rank."""
 
     MISSING = enum.auto()
     LOADING = enum.auto()
-    """Also while it waits for the others."""
+    """Also while it waits for the other ranks."""
     READY = enum.auto()
     GONE = enum.auto()
-    """It ended or was lost, and the group ends too."""
+    """It ended or was lost, so the group ends too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankTierStats:
-    """A rank's SSD tier: its parts of the group's blocks."""
+    """A rank's SSD tier, which holds its parts of the group's blocks."""
 
     block_count: int = 0
     size_bytes: int = 0
@@ -128,14 +128,14 @@ class RankTierStats:
     written_block_total: int = 0
     written_byte_total: int = 0
     dropped_block_total: int = 0
-    """To be written, and not written."""
+    """Blocks that should have been written but were not."""
     read_byte_total: int = 0
     evicted_block_total: int = 0
     damaged_block_total: int = 0
 
     @classmethod
     def of(cls, cache: CacheStats) -> RankTierStats | None:
-        """Return what a tier has counted; None without one."""
+        """Return the counters of a cache's SSD tier; None if it has none."""
         if cache.ssd is None:
             return None
         return cls(
@@ -153,7 +153,7 @@ class RankTierStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankStats:
-    """One machine of a group. Its own numbers are 0 until it has reported."""
+    """One machine of a group. Its own numbers are 0 until its first report."""
 
     rank: int
     host: str
@@ -161,9 +161,9 @@ class RankStats:
     report_age_s: float | None = None
     """None before the first report, and on rank 0."""
     order_total: int = 0
-    """Carried out; on rank 0: given."""
+    """Orders that it carried out; on rank 0, orders that it gave."""
     behind_order_count: int = 0
-    """Given, and not carried out when it reported."""
+    """Orders that it had been given but not carried out when it reported."""
     active_memory_bytes: int = 0
     memory_limit_bytes: int = 0
     ssd: RankTierStats | None = None
@@ -180,11 +180,11 @@ class GroupStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One sample. `engine` and `cache` are the engine's latest, None before the first."""
+    """One sample. `engine` and `cache` are the engine's latest ones, None before the first."""
 
     state: EngineState
     heartbeat_age_s: float
-    """Since the last turn of the inference loop; grows while a step is stuck."""
+    """Time since the inference loop last turned; grows while a step is stuck."""
     sample_time: float
     """`Clock.monotonic` of the engine's last answer."""
     model: ModelInfo | None = None
@@ -196,9 +196,9 @@ class Snapshot:
     kv_events: KvEventStats = KvEventStats()
     replies: ReplyStats = ReplyStats()
     group: GroupStats | None = None
-    """None where one machine serves."""
+    """None if one machine serves alone."""
     models: Mapping[str, Snapshot] | None = None
-    """Those that are loaded, by name, None where there is one only. The rest is then the default model's."""
+    """The loaded models by name, None if there can only be one. The other fields are the default model's."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -224,7 +224,7 @@ class SlowRequest:
     code: str
     """Canonical gRPC status code."""
     age_s: float
-    """Since it ended."""
+    """Time since it ended."""
     total_duration_s: float
     queue_duration_s: float
     restore_duration_s: float
@@ -245,9 +245,9 @@ class ServerStats:
     cache: CacheStats | None = None
     slowest_requests: tuple[SlowRequest, ...] = ()
     models: tuple[ModelStats, ...] = ()
-    """Of each loaded model, where the server may have several."""
+    """Counters of each loaded model, if the server may have several."""
     group: GroupStats | None = None
-    """None where one machine serves, and for a tenant."""
+    """None if one machine serves alone, and for a tenant."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,11 +261,11 @@ class ModelStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """What the status page is made of."""
+    """The data that the status page shows."""
 
     collect_time: float
     """`Clock.wall`."""
     snapshot: Snapshot
     slowest_requests: tuple[SlowRequest, ...] = ()
     recent_blocks: tuple[RecentBlock, ...] | None = None
-    """Of every tenant; None when the engine did not answer, or has no prefix cache."""
+    """Blocks of all tenants; None if the engine did not answer or has no prefix cache."""

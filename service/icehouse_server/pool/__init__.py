@@ -1,1 +1,1 @@
-"""Pool: the models that one server serves, which of them are loaded, and who gives way to whom."""
+"""Pool: the models that one server serves, which of them are loaded, and which give way to others."""

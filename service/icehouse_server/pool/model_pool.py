@@ -1,8 +1,8 @@
-"""Model pool: the `Seats` of a server of several models, each loaded when it is asked for. Event loop.
+"""Model pool: the `Seats` of a server with several models, each loaded when a call needs it. Event loop.
 
-Models are loaded and unloaded one after the other; their files are fetched before that, at any time. Whoever
-asks for a model that is not loaded waits; those who leave meanwhile do not stop it. While a model is drained
-for another one, new calls for it wait too, and it is loaded again for them.
+Models are loaded and unloaded one at a time; their files are fetched earlier, at any time. A call for a model
+that is not loaded waits; loading continues even if its caller leaves. While a model is drained for another
+one, new calls for it wait too, and it is loaded again for them.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from icehouse_server.rpc.engine_client.seat import ModelUse, Seat, unknown_model
 _log = logging.getLogger("icehouse.pool")
 
 RETRY_S = 5.0
-"""A model that could not be loaded is not tried again sooner."""
+"""How long after a failure to load a model it is not tried again."""
 LOADING_PATIENCE_S = 60.0
-"""How long a step of the inference thread may take while a model is loaded there, before it looks stuck."""
+"""How long the inference thread may not turn while it loads a model, before it looks stuck."""
 GIVE_WAY_S = 60.0
-"""How long calls of other models may go on before who waits for their memory is refused."""
+"""How long a call waits for the running calls of other models, whose memory it needs, until it is refused."""
 
 
 _Opened = TypeVar("_Opened", bound=OpenedModel)
 
 
 class ModelPool(Generic[_Opened]):
-    """Loads and unloads. `limit_bytes` is for all models that are loaded at a time."""
+    """Loads and unloads models. `limit_bytes` is for all models that are loaded at a time."""
 
     are_several = True
 
@@ -78,11 +78,11 @@ class ModelPool(Generic[_Opened]):
         self._limit_bytes = limit_bytes
         self._grace_s = grace_s
         self._turn = asyncio.Lock()
-        """Held by who loads or unloads."""
-        # A download may take an hour; other work of the event loop's threads must not wait for some of them.
+        """Held while a model is loaded or unloaded."""
+        # A download may take an hour; other work in the event loop's own executor must not wait for one.
         self._fetchers = concurrent.futures.ThreadPoolExecutor(len(models), thread_name_prefix="model-fetch")
         self._opened: list[_Opened] = []
-        """All that have not ended."""
+        """All opened models that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
         self.default_name = models[0].name
@@ -90,7 +90,7 @@ class ModelPool(Generic[_Opened]):
         self.ended = asyncio.Event()
 
     async def start(self) -> None:
-        """Load the default model and the pinned ones; raises what was wrong with the first if none can be."""
+        """Load the default model and the pinned ones; if none can be loaded, raises the first one's error."""
         wanted = [m for m in self._models.values() if m.terms.is_pinned or m.terms.name == self.default_name]
         errors: list[IcehouseError] = []
         for model in wanted:
@@ -104,7 +104,7 @@ class ModelPool(Generic[_Opened]):
             self._set_state(EngineState.READY)
 
     def begin_stop(self) -> list[_Opened]:
-        """Load nothing more; return what is in memory, for its owner to end."""
+        """Load nothing more; return the models in memory, which the caller must end."""
         self._set_state(EngineState.DRAINING)
         self.ended.set()
         self._fetchers.shutdown(wait=False)
@@ -171,7 +171,7 @@ class ModelPool(Generic[_Opened]):
             raise _not_loaded(model, error, what="fetched") from error
 
     async def _located(self, model: PooledModel) -> ModelNeeds:
-        """Return what a model takes, once its files are here. One fetch is for all who wait meanwhile."""
+        """Return what memory a model needs, once its files are here. All who wait share one fetch."""
         fetching = model.fetching
         if fetching is None:
             fetching = self._begin(self._fetch(model), name=f"fetching of {model.terms.name}")
@@ -186,7 +186,7 @@ class ModelPool(Generic[_Opened]):
         return model.found
 
     async def _fetch(self, model: PooledModel) -> None:
-        """Have a model's files here. Not in turn: it may take an hour."""
+        """Fetch a model's files. Does not hold `_turn`, because it may take an hour."""
         before = model.state
         if before in (ModelState.ABSENT, ModelState.FAILED):
             self._set(model, ModelState.FETCHING)
@@ -198,7 +198,7 @@ class ModelPool(Generic[_Opened]):
             if model.loading is None:
                 _log.error("model_not_fetched", extra={"model": model.terms.name, "detail": error.message})
             model.found = error
-        except Exception:  # nobody is told that the files are here; who began it logs it
+        except Exception:  # nobody may believe that the files are here; `background` logs the error
             model.found = EngineFailed(Reason.ENGINE_FAILED, "fetching broke; the log says why")
             raise
         finally:
@@ -261,7 +261,7 @@ class ModelPool(Generic[_Opened]):
         self._begin(unload(), name=f"expiry of {model.terms.name}")
 
     async def _loaded(self, model: PooledModel) -> Place:
-        """Return a model's place, taken, once it is loaded; raises why it is not."""
+        """Return the place of a model, marked as used, once it is loaded; raises the error if that fails."""
         if model.error is not None and self._is_given_up(model):
             raise model.error
         waiter: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
@@ -270,7 +270,7 @@ class ModelPool(Generic[_Opened]):
         try:
             return await waiter
         except asyncio.CancelledError:
-            # It may have been taken for a caller who was leaving just then.
+            # The place may have been marked as used just as the caller left.
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._release(waiter.result())
             raise
@@ -279,7 +279,7 @@ class ModelPool(Generic[_Opened]):
                 model.waiters.remove(waiter)
 
     def _is_given_up(self, model: PooledModel) -> bool:
-        """Whether a model failed, and so lately that it is not tried again yet."""
+        """Whether a model failed so recently that it is not tried again yet."""
         since_s = self._clock.monotonic() - model.failed_time
         return model.state is ModelState.FAILED and since_s < RETRY_S
 
@@ -299,7 +299,7 @@ class ModelPool(Generic[_Opened]):
                     raise EngineFailed(Reason.ENGINE_FAILED, "its last engine could not be ended")
         except IcehouseError as error:
             self._fail(model, error)
-        except Exception:  # nobody waits for ever, whatever broke; who began it logs it
+        except Exception:  # nobody may wait for ever, whatever broke; `background` logs the error
             self._fail(model, EngineFailed(Reason.ENGINE_FAILED, "loading broke; the server's log says why"))
             raise
         finally:
@@ -315,7 +315,7 @@ class ModelPool(Generic[_Opened]):
         self._admit(model, place)
 
     async def _opened_place(self, model: PooledModel, needs: ModelNeeds) -> Place:
-        """Load a model. While what others keep beside their weights leaves no memory, they give way, too."""
+        """Load a model. If what others keep besides their weights leaves too little, they give way too."""
         while True:
             try:
                 return await self._open(model, needs)
@@ -357,9 +357,9 @@ class ModelPool(Generic[_Opened]):
         return place
 
     def _admit(self, model: PooledModel, place: Place) -> None:
-        """Have all who wait for a model use it."""
+        """Let all calls that wait for a model use it."""
         self._set(model, ModelState.READY)
-        # One of nobody's, so that what nobody waits for any more expires, too.
+        # Count one user of our own, so that a model that nobody waits for any more expires too.
         self._taken(place)
         waiters, model.waiters = model.waiters, []
         for waiter in waiters:
@@ -368,11 +368,11 @@ class ModelPool(Generic[_Opened]):
         self._release(place)
 
     async def _make_room(self, name: str, needs: ModelNeeds, *, limit_bytes: int) -> None:
-        """Unload what must give way, once it need not stay any more; raises CannotFit, and Overloaded if
-        running calls take too long."""
+        """Unload the models that must give way, once they have stayed long enough. Raises CannotFit, or
+        Overloaded if running calls take too long."""
         while chosen := yielding(name, needs, self._occupants(), limit_bytes=limit_bytes):
             if await self._has_stayed(chosen):
-                continue  # who gives way may be another one by now
+                continue  # by now another model may have to give way
             leaving = [(self._models[place.terms.name], place) for place in chosen]
             for model, _ in leaving:
                 self._set(model, ModelState.DRAINING)
@@ -393,8 +393,8 @@ class ModelPool(Generic[_Opened]):
         return [model.place for model in self._models.values() if model.place is not None]
 
     async def _has_stayed(self, chosen: Sequence[Place]) -> bool:
-        """Wait while one of these is not to give way yet, or until a call of it has ended; False where all
-        may go."""
+        """Wait while one of these models must not give way yet, or until a call of it has ended. Return False
+        if all may go now."""
         for place in chosen:
             if stay_s := place.stay_s(self._clock.monotonic()):
                 place.released.clear()
@@ -405,7 +405,7 @@ class ModelPool(Generic[_Opened]):
         return False
 
     async def _unload(self, model: PooledModel, place: Place, *, grace_s: float) -> None:
-        """Unload a model once nobody uses it, or after so long. In turn."""
+        """Unload a model once nobody uses it, or after `grace_s`. The caller holds `_turn`."""
         self._set(model, ModelState.DRAINING)
         place.keep()
         with contextlib.suppress(TimeoutError):
@@ -425,7 +425,7 @@ class ModelPool(Generic[_Opened]):
             model.place = None
 
     def _engine_changed(self, model: PooledModel, place: Place) -> None:
-        """Take a model whose engine failed out of the pool; the others go on."""
+        """Take a model whose engine failed out of the pool; the others continue."""
         if place.opened.seat.router.state is EngineState.FAILED and model.place is place:
             model.place = None
             model.ending = self._begin(self._end(model, place), name=f"end of {model.terms.name}")
@@ -469,7 +469,7 @@ def _may_use(caller: Caller, terms: ModelTerms) -> bool:
 
 
 def _not_loaded(model: PooledModel, error: IcehouseError, *, what: str = "loaded") -> Unavailable:
-    """Return the refusal of a call whose model could not be loaded, or fetched."""
+    """Return the error of a call whose model could not be loaded or fetched."""
     return Unavailable(
         Reason.MODEL_NOT_LOADED,
         f"model {model.terms.name!r} could not be {what}: {shown(error)}",

@@ -1,4 +1,4 @@
-"""One seat: that of a server with a single model, which is there from the start to the end. Event loop."""
+"""One seat: that of a server with a single model, which stays loaded from start to end. Event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from icehouse_server.rpc.engine_client.seat import ModelUse, Seat, unknown_model
 
 
 class OneSeat:
-    """The `Seats` of one model. While it loads, calls are refused, not kept waiting."""
+    """The `Seats` of one model. While it loads, calls do not wait but are refused."""
 
     are_several = False
     default_name = ""

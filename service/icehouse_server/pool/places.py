@@ -1,5 +1,5 @@
-"""Places: the models of a pool, how each is served, which of them are in memory, and who gives way to whom.
-Event loop."""
+"""Places: the models of a pool, how each is served, which of them are in memory, and which give way to
+others. Event loop."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _IDLE_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelTerms:
-    """How a model is served. Without `tenants` everybody may use it; a `ttl_s` of 0 keeps it loaded."""
+    """How a model is served. Without `tenants` everybody may use it."""
 
     name: str
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     tenants: frozenset[Tenant] = frozenset()
     is_pinned: bool = False
-    """Loaded at the start, and gives way to none."""
+    """Whether it is loaded at the start and never gives way."""
     ttl_s: float = 0.0
-    """It is unloaded after so long without a call."""
+    """How long it stays loaded without a call; 0 keeps it loaded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a model takes of the memory."""
+    """The memory that a model needs."""
 
     weight_bytes: int
-    """As long as it is loaded."""
+    """Needed as long as it is loaded."""
     run_bytes: int = 0
-    """What a small request takes besides. Idle models give back what they keep, so it must be there once."""
+    """What a small request needs as well. Idle models give back what they keep, so all models share this."""
 
 
 class OpenedModel(Protocol):
@@ -48,13 +48,13 @@ class OpenedModel(Protocol):
     def seat(self) -> Seat: ...
     @property
     def error(self) -> IcehouseError | None:
-        """Why its engine failed; for the log, since it may name folders."""
+        """Why its engine failed; only for the log, since it may name folders."""
 
     def start(self) -> None:
-        """Begin to load it; the seat's router hears of READY or FAILED."""
+        """Begin to load it; the seat's router then becomes READY or FAILED."""
 
     async def end(self) -> None:
-        """End what runs, write RAM's blocks to SSD, and give the memory back."""
+        """End running calls, write the RAM tier's blocks to SSD, and give the memory back."""
 
 
 _Opened_co = TypeVar("_Opened_co", bound=OpenedModel, covariant=True)
@@ -64,11 +64,11 @@ class ModelOpener(Protocol[_Opened_co]):
     """Finds and opens models, by the names of their terms. Any thread."""
 
     def locate(self, name: str) -> ModelNeeds:
-        """Have the model's files here, which may take an hour; return what it takes. Several models may be
-        located at a time. Raises IcehouseError."""
+        """Fetch the model's files if they are not here, which may take an hour; return what memory it needs.
+        Several models may be located at a time. Raises IcehouseError."""
 
     def open(self, name: str) -> _Opened_co:
-        """Return the model with its tokenizer read, not started; one at a time. Raises IcehouseError."""
+        """Return the model with its tokenizer read, but not started. One at a time. Raises IcehouseError."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -81,11 +81,11 @@ class Place:
     use_time: float
     """When it was last used."""
     user_count: int = 0
-    """Calls that use it."""
+    """How many calls use it."""
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Set while nobody uses it."""
     released: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Set by whoever stops using it."""
+    """Set when a call stops using it."""
     expiry: asyncio.TimerHandle | None = None
     ready_time: float = 0.0
     load_s: float = 0.0
@@ -98,10 +98,10 @@ class Place:
             self.expiry = None
 
     def stay_s(self, now: float) -> float:
-        """Return for how long it gives way to none yet, unless a call changes that; 0 where it does now.
+        """Return how much longer it does not give way, unless a call changes that; 0 if it does now.
 
-        It stays for as long as its loading took, so that no more time goes into loading than into serving;
-        but where nobody has asked it for a tenth of that, its callers seem to have left.
+        It stays as long as its loading took, so that no more time goes into loading than into serving. But if
+        no call has come for a tenth of that time, its callers seem to have left.
         """
         left_s = self.ready_time + min(self.load_s, LONGEST_STAY_S) - now
         if not self.user_count:
@@ -120,14 +120,14 @@ class PooledModel:
     ending: asyncio.Task[None] | None = None
     """Of an engine that failed."""
     fetching: asyncio.Task[None] | None = None
-    """Of its files."""
+    """Fetches its files."""
     found: ModelNeeds | IcehouseError | None = None
-    """What came of that last time: what it takes, or why it is not here."""
+    """The result of the last fetch: what memory it needs, or why its files are not here."""
     waiters: list[asyncio.Future[Place]] = dataclasses.field(default_factory=list)
     error: IcehouseError | None = None
     failed_time: float = 0.0
     info: ModelInfo | None = None
-    """What is known of it since it was loaded once."""
+    """Its facts, known once it has been loaded."""
 
     @property
     def listed(self) -> ListedModel:
@@ -138,12 +138,12 @@ class PooledModel:
 
 
 def shown(error: IcehouseError) -> str:
-    """Return why a model failed, for callers. The error itself may name folders."""
+    """Return why a model failed, in words for callers, since the error itself may name folders."""
     return f"{error.reason}; the server's log says more"
 
 
 def taken_bytes(needs: ModelNeeds, staying: Iterable[Place]) -> int:
-    """Return what a model needs beside others: all weights, and that any of them can run."""
+    """Return the bytes that a model needs together with others: all weights, and that any of them can run."""
     together = [needs, *(each.needs for each in staying)]
     return sum(each.weight_bytes for each in together) + max(each.run_bytes for each in together)
 
@@ -151,10 +151,10 @@ def taken_bytes(needs: ModelNeeds, staying: Iterable[Place]) -> int:
 def yielding(
     name: str, needs: ModelNeeds, occupants: Sequence[Place], *, limit_bytes: int
 ) -> tuple[Place, ...]:
-    """Return who gives way to a model, the first one first; nobody where it fits beside all.
+    """Return the models that give way to another, in order; none if it fits beside all of them.
 
-    Idle models come before running ones, which must be drained first, and among either the least
-    recently used one; pinned ones never. Raises CannotFit if even that is not enough.
+    Idle models give way before running ones, which must be drained first, and among both the least recently
+    used ones come first. Pinned ones never do. Raises CannotFit if even that is not enough.
     """
     pinned = [each for each in occupants if each.terms.is_pinned]
     if taken_bytes(needs, pinned) > limit_bytes:
@@ -166,7 +166,7 @@ def yielding(
             break
         chosen.append(each)
         staying.remove(each)
-    # An idle one that is not needed any more, now that larger ones go, stays.
+    # An idle model may stay if the memory of larger ones turns out to be enough.
     for each in tuple(chosen):
         if taken_bytes(needs, [*staying, each]) <= limit_bytes:
             chosen.remove(each)

@@ -1,11 +1,11 @@
-"""Grammar compiler for the response formats that callers ask for. Not on the inference thread or event loop.
+"""Grammar compiler for the response formats that callers ask for. Not for the inference thread or event loop.
 
-Everything here but reading the vocabulary releases Python's global lock. llguidance descends
-recursively and cannot be interrupted: the caller bounds the size of a form (`STACK_BYTES_PER_BYTE`
-gives the stack that this needs), and what is small but costly is refused here or by a probe process.
+Everything here except reading the vocabulary releases the GIL. llguidance recurses and cannot be interrupted.
+So the caller bounds the size of a form (`STACK_BYTES_PER_BYTE` gives the stack that it needs), and forms that
+are small but costly are refused here or by a probe process.
 
 llguidance reports the line and column of a mistake in a Lark grammar, but no position in a JSON schema. That
-is found by compiling ever smaller parts of the schema.
+position is found by compiling ever smaller parts of the schema.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from icehouse_server.structured_output.schema.references import (
 )
 
 STACK_BYTES_PER_BYTE = 4096
-"""Stack to have for each byte of a form. The worst one found, rules that only name the next rule in
+"""Bytes of stack for each byte of a form. The worst form found, rules that only name the next rule in
 parentheses, took 32 to 64 MiB for 64 KiB (llguidance 1.9.1, x86-64)."""
 
 _LEAST_STACK_BYTES = 16 << 20
 
 _LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
-"""A lexer state is 1 to 2 kB, so this many are some 100 MB; the rest are llguidance's own limits."""
+"""A lexer state takes 1 to 2 kB, so this allows some 100 MB; the rest are llguidance's own limits."""
 
 MULTIPLE_SUM_LIMIT = 100_000
-"""Divisors of one form, added up. `multipleOf` builds that many states: a divisor of 1,000,003 took 5 s and
-290 MB, one of 10,000,019 more than a minute (llguidance 1.9.1, x86-64), and nothing can stop it; this much
-takes 0.4 s."""
+"""Most that the divisors of one form may add up to. `multipleOf` builds that many states, and nothing can
+stop it: a divisor of 1,000,003 took 5 s and 290 MB, one of 10,000,019 more than a minute (llguidance 1.9.1,
+x86-64). The limit takes 0.4 s."""
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MULTIPLE_IN_TEXT = re.compile(r'"multipleOf"\s*:\s*([-+0-9.eE]+)')
 
@@ -66,13 +66,13 @@ _REGEX_CARET = re.compile(r"^( *)\^", re.MULTILINE)
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _DEFINITION = "\n  while processing "
 _REGEX_INDENT = 4
-"""Spaces that regex-syntax puts before the pattern it shows."""
+"""Spaces that regex-syntax puts before the pattern that it shows."""
 _DETAIL_LENGTH_LIMIT = 240
 _PROBE_BYTES = 1 << 20
-"""Text that is compiled to locate the faulty part; 1 MiB takes 2 s."""
+"""Most text that is compiled to locate the faulty part; 1 MiB takes 2 s."""
 
 _SHARED = frozenset({"$ref", "$defs", "definitions"})
-"""Keywords that refer to, or hold, schemas which several parts share."""
+"""Keywords that refer to or hold schemas that several parts share."""
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
@@ -88,22 +88,22 @@ _FIELDS: dict[type[ResponseFormat], str] = {
 
 
 class VocabularySource(Protocol):
-    """What the compiler needs of a tokenizer."""
+    """What the compiler needs from a tokenizer."""
 
     @property
     def vocabulary_size(self) -> int: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
     def vocabulary_json(self) -> str | None:
-        """Return the vocabulary as tokenizer.json writes it; None where there is none."""
+        """Return the vocabulary as tokenizer.json writes it; None if there is none."""
         ...
 
 
 class GrammarCompiler:
-    """Compiles forms to grammars over one model's vocabulary; the grammars used last are cached.
+    """Compiles forms to grammars over one model's vocabulary; the most recently used ones are cached.
 
-    Any number of threads may use it. With `make_probe`, a form that is not cached is compiled in another
-    process first; there is one for each thread that compiles at the same time.
+    Any number of threads may use it. With `make_probe`, a form that is not cached is first compiled in
+    another process; each thread that compiles at the same time gets its own.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class GrammarCompiler:
         self._cache_limit = cache_limit
         self._cache: collections.OrderedDict[ResponseFormat, CompiledGrammar] = collections.OrderedDict()
         self._lock = threading.Lock()
-        """Guards the cache. Held for an instant only, because the event loop asks too."""
+        """Guards the cache. Held only for an instant, because the event loop takes it too."""
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: tuple[LLTokenizer, LLExecutor] | None = None
 
@@ -153,7 +153,7 @@ class GrammarCompiler:
             return cached
 
     def close(self) -> None:
-        """End the probe processes; a form that is being probed is refused. It may be used again."""
+        """End the probe processes; a form that is being probed is refused. The compiler may be used again."""
         probes, self._probes, self._idle_probes = self._probes, [], queue.LifoQueue()
         for probe in probes:
             probe.close()
@@ -161,7 +161,7 @@ class GrammarCompiler:
     def _probe(self, form: ResponseFormat) -> None:
         if self._make_probe is None:
             return
-        idle = self._idle_probes  # others once it is closed, to which this one must not return
+        idle = self._idle_probes  # `close` replaces the queue, and this probe must not return to the new one
         try:
             probe = idle.get_nowait()
         except queue.Empty:
@@ -182,7 +182,7 @@ class GrammarCompiler:
                 _check_multiples(form.grammar, field=field)
             elif isinstance(form, TaggedJson):
                 for index, tag in enumerate(form.tags):
-                    # A whole of many parts could not tell which of them is wrong.
+                    # Compiled together, the parts would not tell which of them is wrong.
                     self._check_tag(tag.schema, field=tag.field or f"{field}[{index}]")
                 if isinstance(form.answer, JsonSchema):
                     self._check_tag(form.answer.schema, field=_FIELDS[JsonSchema])
@@ -208,7 +208,7 @@ class GrammarCompiler:
         return _regex_mistake(message) if isinstance(form, Regex) else _lark_mistake(message)
 
     def _complaint(self, schema: Any) -> str:
-        """Return what is wrong with a schema, "" when nothing is."""
+        """Return what is wrong with a schema, "" if nothing is."""
         try:
             return self._matcher(JsonSchema(json.dumps(schema))).get_error()
         except (ValueError, RecursionError) as error:
@@ -225,10 +225,10 @@ class GrammarCompiler:
         return pieces
 
     def prepare(self) -> tuple[LLTokenizer, LLExecutor]:
-        """Return the vocabulary, which is read once, and what computes masks of it.
+        """Return the vocabulary, which is read once, and the executor that computes masks over it.
 
-        Reading 262,144 tokens takes two seconds and 50 MB, and Python's global lock is held meanwhile
-        (llguidance 1.9.1, one x86 core), so this is best called while the model loads.
+        Reading 262,144 tokens takes two seconds and 50 MB and holds the GIL (llguidance 1.9.1, one x86 core),
+        so it is best called while the model loads.
         """
         with self._vocabulary_lock:
             if self._vocabulary is None:
@@ -259,7 +259,7 @@ def _read_schema(schema: str, *, field: str) -> Any:
         position = f"line {error.lineno}, column {error.colno}"
         raise Mistake(f"it is not JSON: {error.msg}", position) from error
     except ValueError as error:
-        # A number of more digits than Python reads.
+        # A number with more digits than Python reads.
         raise Mistake("a number in it has too many digits") from error
     if not isinstance(parsed, dict | bool):
         raise Mistake("a JSON schema is an object, true or false", "/")
@@ -297,7 +297,7 @@ def _refusing(field: str) -> Iterator[None]:
     except Mistake as error:
         mistake = error
     except ValueError as error:
-        # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
+        # Python accepts some JSON that llguidance does not, such as half of a surrogate pair.
         mistake = Mistake(str(error))
     where = f" (at {mistake.position})" if mistake.position else ""
     is_tool = field.startswith(_FIELDS[TaggedJson])
@@ -310,7 +310,7 @@ def _refusing(field: str) -> Iterator[None]:
 
 
 def _check_multiples(text: str, *, field: str) -> None:
-    """Refuse a schema, or a Lark grammar with `%json` parts, whose divisors are too large together."""
+    """Refuse a schema, or a Lark grammar with `%json` parts, whose divisors add up to too much."""
     plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
     total = sum(_states(match[1]) for match in _MULTIPLE_IN_TEXT.finditer(plain))
     if total > MULTIPLE_SUM_LIMIT:
@@ -324,9 +324,9 @@ def _check_multiples(text: str, *, field: str) -> None:
 
 
 def _states(number: str) -> float:
-    """Return a number's digits without its decimal point; 0 for what is no number."""
+    """Return a number without its decimal point; 0 for anything that is not a number."""
     try:
-        value = decimal.Decimal(number).copy_abs()  # `abs` would round, and raise where that overflows
+        value = decimal.Decimal(number).copy_abs()  # `abs` would round, and raise if that overflows
     except decimal.InvalidOperation:
         return 0.0
     if not value.is_finite():
@@ -342,7 +342,7 @@ def _lark_mistake(message: str) -> Mistake:
     position = _LARK_POSITION.match(message)
     if position is None:
         return Mistake(_one_line(message))
-    # Behind the message it shows the source, which the caller has.
+    # After the message it shows the source, which the caller has.
     detail = message[position.end() :].partition("\n")[0]
     regex_error = _REGEX_ERROR.search(message)
     if regex_error is not None:
@@ -361,9 +361,9 @@ def _regex_mistake(message: str) -> Mistake:
 
 
 def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]) -> Mistake:
-    """Return the mistake at the smallest part for which `complain` reports the same as for the whole.
+    """Return the mistake with the smallest part for which `complain` reports the same as for the whole.
 
-    Parts are compiled without what they refer to; a mistake that no part has by itself is the whole's.
+    Parts are compiled without their references. If no part has the mistake by itself, the whole has it.
     """
     message = _without_definition(message)
     byte_count = 0
@@ -376,7 +376,7 @@ def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]
             stripped = _without_references(part)
             byte_count += len(json.dumps(stripped))
         except RecursionError:
-            return False  # data nested deeper than Python's stack
+            return False  # nested deeper than Python's stack
         return _without_definition(complain(stripped)) == message
 
     pointer, candidates = "", iter(_wholes(schema).items())
@@ -387,12 +387,12 @@ def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]
 
 
 def _without_definition(message: str) -> str:
-    """Return a message without the name of the definition that llguidance was at: the server invented it."""
+    """Return a message without the name of the definition being processed: the server invented that name."""
     return message.partition(_DEFINITION)[0]
 
 
 def _wholes(schema: Any) -> dict[str, Any]:
-    """Return a schema and all that its references point to, by their JSON pointers."""
+    """Return a schema and everything that its references point to, by JSON pointer."""
     references = References(schema)
     wholes = {"": schema}
     for pointer, part in parts_of(schema) if isinstance(schema, Mapping) else ():

@@ -1,4 +1,4 @@
-"""Grammar source: from the form a caller asked for to llguidance's text. Pure functions, any thread."""
+"""Grammar source: turns the form that a caller asked for into llguidance's text. Pure functions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from icehouse_server.structured_output.schema.references import Mistake
 from icehouse_server.structured_output.schema.rewriter import rewritten
 
 Pieces = Callable[[str], Iterable[int | str]]
-"""Splits a text into the special tokens it spells and the text between them."""
+"""Splits a text into the special tokens that it spells and the text between them."""
 
 UNENFORCED_LIMIT = 32
-"""Most keywords that are listed."""
+"""Most unenforced keywords that are reported."""
 _POINTER_LENGTH = 256
 _OPTIONS_KEY = "x-guidance"
 _WHITE_SPACE = r" |\n[ \t]{0,32}"
-"""Between two tokens of JSON: one space, or a line break and an indentation of eight levels by four."""
+"""White space between two JSON tokens: one space, or a line break and eight levels of indentation by four."""
 
 _JSON_START = re.compile(r"\s*[\[{\"\-0-9tfn]")
 _LEXEMES = ("WHITE: /[ \\t\\r\\n]{1,8}/", "TEXT: /(.|\\n)*/")
@@ -39,7 +39,7 @@ _LEXEMES = ("WHITE: /[ \\t\\r\\n]{1,8}/", "TEXT: /(.|\\n)*/")
 def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
     """Return the grammar of a form whose JSON has been read once already.
 
-    Raises UnusableSchema, and ValueError for what Python takes for JSON and llguidance does not.
+    Raises UnusableSchema, and ValueError for JSON that Python accepts but llguidance does not.
     """
     match form:
         case JsonSchema() | JsonObject():
@@ -49,7 +49,7 @@ def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
         case LarkGrammar():
             return LLMatcher.grammar_from_lark(form.grammar)
         case Choice():
-            # One token, not one rule a text: a rule's alternatives are limited to 2,000.
+            # One terminal for all texts: a rule may have only 2,000 alternatives.
             texts = " | ".join(map(json.dumps, dict.fromkeys(form.texts)))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         case TaggedJson():
@@ -57,9 +57,9 @@ def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
 
 
 def unenforced(form: ResponseFormat) -> tuple[str, ...]:
-    """Return the keywords of a form's schemas that are not enforced, by their JSON pointers.
+    """Return the JSON pointers of the keywords in a form's schemas that are not enforced.
 
-    Those of a tool's schema follow the field it is in. Only the first ones are reported.
+    Pointers into a tool's schema follow its field. Only the first UNENFORCED_LIMIT are returned.
     """
     match form:
         case JsonSchema():
@@ -98,7 +98,7 @@ def _tagged_lark(form: TaggedJson, pieces: Pieces) -> str:
     if form.answer is not None:
         for item in form.tags:
             first = next(iter(pieces(item.begin)))
-            # llguidance takes the longest lexeme: of an answer that begins as a call does nothing else would.
+            # llguidance takes the longest lexeme: an answer that begins as a call does would become one.
             if isinstance(first, str) and _JSON_START.match(first):
                 raise Mistake("calls of this model begin as JSON does, so that no answer can be in JSON")
         lines = [*_LEXEMES, f"start: {calls} | answer", f"answer: %json {_held_answer(form.answer)}"]
@@ -109,9 +109,9 @@ def _tagged_lark(form: TaggedJson, pieces: Pieces) -> str:
 
 
 def _triggered_lark(form: TaggedJson, pieces: Pieces) -> str:
-    """Return the grammar of text in which a tag begins wherever the trigger does.
+    """Return the grammar of text in which every trigger begins a tag.
 
-    As llguidance's structural tags have it: of two lexemes that match, the lazy one counts.
+    As in llguidance's structural tags, the lazy one of two matching lexemes wins.
     """
     markers = [piece for marker in form.markers for piece in pieces(marker) if isinstance(piece, int)]
     text = "TEXT"
@@ -141,5 +141,5 @@ def _body(item: JsonTag, pieces: Pieces, *, begin: str) -> str:
 
 
 def _literal(piece: int | str) -> str:
-    """Spell a token by its id, and text as Lark does, which is as JSON does."""
+    """Spell a token by its id, and text as Lark does, which is like JSON."""
     return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece)

@@ -1,7 +1,7 @@
-"""Matcher: constrains outputs to a grammar with llguidance: which tokens may follow, and when it is complete.
+"""Matcher: constrains an output to a grammar with llguidance: which tokens may follow, when it is complete.
 
-A compiled grammar is made on another thread and never changes. What is started from it belongs to
-one sequence and is used on the inference thread alone; no mlx here.
+A compiled grammar is made on another thread and is immutable. A constraint started from it belongs to one
+sequence and is used only on the inference thread; no mlx here.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class CompiledGrammar:
     executor: LLExecutor
     vocabulary_size: int
     unenforced: tuple[str, ...] = ()
-    """Keywords of its schemas that are not enforced, by their JSON pointers."""
+    """JSON pointers of the keywords in its schemas that are not enforced."""
 
     def start(self) -> MatcherConstraint:
-        """Return a constraint at the beginning of an output; copying takes some 40 microseconds."""
+        """Return a constraint for a new output; copying takes some 40 microseconds."""
         return MatcherConstraint(self.matcher.deep_copy(), self.executor, self.vocabulary_size)
 
 
@@ -48,15 +48,15 @@ class MatcherConstraint:
         self.executor = executor
         self.word_count = -(-vocabulary_size // MASK_BITS)
         self.error: InvalidRequest | None = None
-        """Set once a step passed llguidance's limits, or the output left the grammar."""
+        """Set once a step has exceeded llguidance's limits, or the output has left the grammar."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing may follow but an end token; also once it has failed."""
+        """Whether only an end token may follow; also True after a failure."""
         return self.matcher.is_stopped()
 
     def allows(self, token_id: int) -> bool:
-        """Take a microsecond, where the mask of 262,144 tokens takes 500 (llguidance 1.9.1, one x86 core)."""
+        """Takes a microsecond; a mask of 262,144 tokens takes 500 (llguidance 1.9.1, one x86 core)."""
         return bool(self.matcher.validate_tokens([token_id]))
 
     def allowed_tokens(self) -> Mask:
@@ -69,7 +69,7 @@ class MatcherConstraint:
             self.note_failure()
 
     def note_failure(self) -> None:
-        """Note an error where the last call ended the matcher without a complete output.
+        """Note an error if the last call stopped the matcher before the output was complete.
 
         In that state llguidance allows the end tokens, so an unfinished output would look finished.
         """
@@ -85,7 +85,7 @@ class MatcherConstraint:
 
 
 def fill_masks(constraints: Sequence[Constraint]) -> list[Mask]:
-    """Return what each constraint allows next; those of llguidance are computed together, in parallel."""
+    """Return the mask of each constraint; those of llguidance are computed together, in parallel."""
     together = [c for c in constraints if isinstance(c, MatcherConstraint)]
     filled = iter(_fill(together))
     return [next(filled) if isinstance(c, MatcherConstraint) else c.allowed_tokens() for c in constraints]

@@ -1,9 +1,9 @@
 """Probe process: compiles a form within limits before this process compiles it.
 
-llguidance can be neither interrupted nor limited in memory, and the cost of a form does not show in its text:
-130 bytes of JSON schema took 25 s and 600 MB. So each form that is not cached is first compiled by a process
-with limits on its time and memory; what passes there costs no more here. The process is started when it is
-first needed, exits when it has been idle for a while, and is replaced when it was killed.
+llguidance can be neither interrupted nor limited in memory, and a form's text does not show its cost: 130
+bytes of JSON schema took 25 s and 600 MB. So each form that is not cached is first compiled by a process with
+limits on time and memory; a form that passes there costs no more here. The process is started when it is
+first needed, exits after a while without work, and is replaced if it is killed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MEMORY_BYTES = 384 << 20
 _START_TIMEOUT_S = 60.0
 """Reading a vocabulary of 262,144 tokens takes two seconds on one x86 core."""
 _WALL_FACTOR = 4
-"""Seconds that one second of processor time may take on a busy machine."""
+"""How many times its processor time a form may take by the clock, on a busy machine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeSetup:
-    """The vocabulary, which the process is sent first."""
+    """The vocabulary, the first thing that the process is sent."""
 
     text: str
     vocabulary_size: int
@@ -48,7 +48,7 @@ class ProbeSetup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeLimits:
-    """What one form may take."""
+    """Limits of compiling one form."""
 
     cpu_s: int
     """Seconds of processor time."""
@@ -57,7 +57,7 @@ class ProbeLimits:
 
 
 class ProbeProcess:
-    """Compiles forms in a process with limits. One thread at a time uses it; any may call `close`."""
+    """Compiles forms in a process with limits. Used by one thread at a time; any thread may call `close`."""
 
     def __init__(self, setup: ProbeSetup, limits: ProbeLimits) -> None:
         self._setup = setup
@@ -67,9 +67,9 @@ class ProbeProcess:
         self._is_closed = False
 
     def check(self, form: ResponseFormat, *, field: str) -> None:
-        """Have the form compiled; raises InvalidRequest when that fails or takes too much.
+        """Have the form compiled; raises InvalidRequest if that fails or exceeds the limits.
 
-        If no process can be started, the form is accepted without a probe, and the log says so.
+        If no process can be started, the form is accepted without a probe and a warning is logged.
         """
         if not self._is_running():
             return
@@ -77,7 +77,7 @@ class ProbeProcess:
         if answer is None:
             self._end()
             if not self._is_closed:
-                # Start the next process now, so that the next caller need not wait for it.
+                # Start the next process now, so that the next caller does not wait for it.
                 self._is_running()
             raise InvalidRequest(
                 Reason.GRAMMAR_TOO_COMPLEX,
@@ -101,7 +101,7 @@ class ProbeProcess:
         self._end()
 
     def _is_running(self) -> bool:
-        """Start the process unless it runs; return whether it does."""
+        """Start the process unless it is running; return whether it is now."""
         if self._process is not None and self._process.poll() is None:
             return True
         self._end()
@@ -126,7 +126,7 @@ class ProbeProcess:
         return True
 
     def _ask(self, message: object, *, timeout_s: float) -> bytes | None:
-        """Return the answer to a message; None if the process ended, which it must after `timeout_s`."""
+        """Return the answer to a message; None if the process ended. It is killed after `timeout_s`."""
         process, pipe = self._process, self._pipe
         if process is None or pipe is None:
             return None  # closed meanwhile
@@ -152,6 +152,6 @@ class ProbeProcess:
 
 
 def command(descriptor: int) -> list[str]:
-    """Return the command of a process with the same import path as this one, without the working directory
-    (-P). It serves the connection with this descriptor."""
+    """Return the command of a process that serves the connection with this descriptor. It has the same import
+    path as this process, without the working directory (-P)."""
     return [sys.executable, "-P", "-c", _MAIN, str(descriptor), *filter(None, sys.path)]

@@ -1,7 +1,7 @@
-"""Probe worker: the process that `probe_process` starts, which compiles forms within limits.
+"""Probe worker: the process that `probe_process` starts to compile forms within limits.
 
-Its input comes from the server that started it; callers' forms are plain data in it. It exits when its input
-ends, when a form exceeds the limits, or when it has been idle for a while.
+Its input comes from the server that started it; callers' forms are only data in that. It exits when its input
+ends, when a form exceeds the limits, or after _IDLE_S without work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NICENESS = 5
 
 def main(descriptor: int) -> None:
     """Serve a connection until its other end is closed."""
-    # A terminal's interrupt goes to the server, which ends this by closing the connection.
+    # Ctrl-C reaches the server too, which ends this process by closing the connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
@@ -39,7 +39,7 @@ def main(descriptor: int) -> None:
         return
     compiler = GrammarCompiler(setup, vocabulary_size=setup.vocabulary_size, cache_limit=1)
     compiler.prepare()
-    # llguidance descends recursively.
+    # llguidance recurses, so the thread that compiles needs a large stack.
     threading.stack_size(limits.stack_bytes)
     thread = threading.Thread(target=_serve, args=(pipe, compiler, limits))
     thread.start()
@@ -72,7 +72,7 @@ def _answer(compiler: GrammarCompiler, form: ResponseFormat) -> dict[str, object
 
 
 def _bound_time(cpu_s: int) -> None:
-    """Have the system end this process after so many more seconds of processor time."""
+    """Have the system end this process after `cpu_s` more seconds of processor time."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used_s = int(usage.ru_utime + usage.ru_stime)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -80,10 +80,10 @@ def _bound_time(cpu_s: int) -> None:
 
 
 def _bound_memory(memory_bytes: int) -> None:
-    """Limit what is allocated from now on, where the system says how much there is already."""
+    """Limit what is allocated from now on, on systems that tell how much is allocated already."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
-        # macOS keeps no such limit; there the time bounds what can be filled.
+        # macOS does not enforce such a limit; there the time limit bounds what can be filled.
         return
     held_bytes = int(statm.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,7 +1,7 @@
-"""Reasoning budget: a constraint that ends an output's reasoning; the form applies after it.
+"""Reasoning budget: a constraint that ends an output's reasoning, and applies the form after it.
 
-Within reasoning every token is allowed until the budget is used; then only the tokens of the model's own end
-marker are. Tokens are counted as in the output's usage, by the text.
+Within reasoning every token is allowed until the budget is used up; then only the tokens of the model's own
+end marker are. Tokens are counted by the text, as in the output's usage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from icehouse_server.text.reasoning import ReplyReasoning
 
 
 class FormScope(enum.Enum):
-    """Which part of an output a form is for."""
+    """Which part of an output a form applies to."""
 
     WHOLE = enum.auto()
     """All of it: the form itself includes reasoning."""
@@ -29,32 +29,32 @@ class FormScope(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReasoningBudget:
-    """A grammar of outputs with reasoning. Never changes; any number of outputs may start from it."""
+    """A grammar of outputs with reasoning. Immutable; any number of outputs may start from it."""
 
     reasoning: ReplyReasoning
     token_limit: int | None
-    """Most tokens of reasoning; None for any number. A limit needs an end marker that has tokens."""
+    """Most tokens of reasoning; None for no limit. A limit needs an end marker that tokens can spell."""
     form: Grammar | None
     scope: FormScope
     decode: Decode
-    """Shows the markers."""
+    """Decodes tokens without hiding the markers."""
     prompt_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
-    """Tokens that end an output; not allowed before the answer has its form."""
+    """Tokens that end an output; not allowed before the answer's form has begun."""
     vocabulary_size: int
 
     def start(self) -> ReasoningConstraint:
-        """Return a constraint at the beginning of an output."""
+        """Return a constraint for a new output."""
         return ReasoningConstraint(self)
 
     @property
     def unenforced(self) -> tuple[str, ...]:
-        """Keywords of the form's schemas that outputs are not held to."""
+        """JSON pointers of the keywords in the form's schemas that are not enforced."""
         return () if self.form is None else self.form.unenforced
 
 
 class ReasoningConstraint:
-    """The state of one sequence's reasoning and of its form."""
+    """The state of one sequence: its reasoning and its form."""
 
     def __init__(self, budget: ReasoningBudget) -> None:
         self._budget = budget
@@ -66,7 +66,7 @@ class ReasoningConstraint:
         may_begin_reasoning = budget.token_limit and budget.reasoning.start_token_ids
         may_reason = self._meter.is_open or may_begin_reasoning
         self._has_form_begun = budget.scope is FormScope.WHOLE or not may_reason
-        """Whether the next token is the form's, or the form has no say at all."""
+        """Whether the form applies to the next token. Also True if there is no form."""
         self._close_when_spent()
 
     @property
@@ -103,7 +103,7 @@ class ReasoningConstraint:
             mask = ~self._no_tokens()
             for token_id in self._budget.end_token_ids:
                 if token_id >= self._budget.vocabulary_size:
-                    continue  # a folder may list one that the model never draws
+                    continue  # a model's folder may list one outside its vocabulary
                 mask[token_id // MASK_BITS] &= ~np.uint32(1 << token_id % MASK_BITS)
             return mask
         return _with(self._form.allowed_tokens().copy(), self._budget.reasoning.start_token_ids[0])
@@ -117,14 +117,14 @@ class ReasoningConstraint:
         elif not was_open and not self._meter.is_open:
             self._begin(token_id)
         if self._forced:
-            # Another token was drawn if the form did not allow this one.
+            # If the form did not allow the forced token, another one was drawn.
             self._forced = self._forced[1:] if token_id == self._forced[0] else []
         if was_open and not self._meter.is_open:
             self._has_form_begun = True
         self._close_when_spent()
 
     def _begin(self, token_id: int) -> None:
-        """Take a token before the answer that is neither reasoning nor the end of its start marker."""
+        """Take a token before the answer that is not reasoning and does not complete its start marker."""
         if self._forced:
             return
         start = self._budget.reasoning.start_token_ids
@@ -144,12 +144,12 @@ class ReasoningConstraint:
 
     @property
     def _is_answering(self) -> bool:
-        """Whether what comes next is the answer's form, in which markers mean nothing."""
+        """Whether the answer's form applies now; markers mean nothing within it."""
         has_form = self._form is not None and self._has_form_begun
         return has_form and self._budget.scope is FormScope.ANSWER
 
     def _forced_token(self) -> int | None:
-        """Return the token that must come next; None where a form of the whole output forbids it."""
+        """Return the token that must come next; None if none must, or the whole output's form forbids it."""
         if not self._forced:
             return None
         form = self._form if self._budget.scope is FormScope.WHOLE else None

@@ -1,4 +1,4 @@
-"""Metrics of calls, counted as they end: gRPC's standard ones, and where a request's time went.
+"""Metrics of calls, counted when a call ends: gRPC's standard ones, and where a request's time went.
 
 `grpc.server.call.*` after gRPC proposal A66, `gen_ai.server.*` after OpenTelemetry's semantic
 conventions for generative AI. Nothing is counted per token.
@@ -28,7 +28,7 @@ _SIZE_BUCKETS = (
 )
 _FIRST_TOKEN_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    # Beyond the convention's own: long prompts on a small machine.
+    # Beyond the convention's buckets: long prompts on a small machine.
     *(20.0, 40.0, 80.0),
 )
 _TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -132,7 +132,7 @@ class CallMetrics:
         labels, error_type = (operation.value, PROVIDER, record.model_id), record.error_type
         usage = record.usage
         if usage is None or error_type:
-            # What ended before it came to a model has none to name.
+            # A call that ended before it reached a model has no model to name.
             self._meter.observe(REQUEST_DURATION, record.duration_s, (*labels, error_type))
             return
         self._meter.observe(REQUEST_DURATION, usage.total_s, (*labels, ""))

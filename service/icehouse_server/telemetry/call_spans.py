@@ -1,8 +1,8 @@
 """OpenTelemetry spans of ended calls and of the spills that they caused, sent over OTLP.
 
-CallSpans are made when their facts are known: a call's when it ends, on the event loop, a spill's when its
-block is committed, on the storage thread. The inference thread only reports plain numbers, and
-sending happens on the SDK's own thread, from a bounded queue that drops what it cannot hold.
+Spans are made once their facts are known: a call's on the event loop when it ends, a spill's on the storage
+thread when its block is committed. The inference thread only reports plain numbers. The SDK's own thread
+sends, from a bounded queue that drops what it cannot hold.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Attribute = str | int | float
 SERVICE_NAME = "icehouse"
 
 _EXPORT_TIMEOUT_S = 5.0
-"""For one batch; also the longest that a collector which does not answer holds up the stop."""
+"""For one batch; a collector that does not answer delays the stop by at most this."""
 
 _CALL_COUNT_LIMIT = 4096
-"""Ended calls whose later spills still find them."""
+"""Most ended calls that later spills can still find."""
 
 _SPILL_COUNT_LIMIT = 4096
-"""Spills kept for calls that have not ended."""
+"""Most spills that are kept for calls that have not ended."""
 
-# What OpenTelemetry's conventions for gRPC servers call an error; the others are the caller's affair.
+# The codes that OpenTelemetry's conventions for gRPC servers call an error; others are the caller's fault.
 _SERVER_ERRORS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 
 _propagator = TraceContextTextMapPropagator()
@@ -52,7 +52,7 @@ _propagator = TraceContextTextMapPropagator()
 def otlp_exporter(endpoint: str) -> SpanExporter:
     """Return an exporter to a collector; https:// means TLS, everything else none.
 
-    One on this machine is sent to itself, whatever proxy the environment names.
+    A collector on this machine is reached directly, whatever proxy the environment names.
     """
     options: Any = (("grpc.enable_http_proxy", 0),) if _is_local(endpoint) else None
     return OTLPSpanExporter(
@@ -72,10 +72,10 @@ def _is_local(endpoint: str) -> bool:
 
 
 class CallSpans:
-    """Makes the spans. `trace` belongs to the event loop, `spilled` to the storage thread."""
+    """Makes the spans. The event loop calls `trace`, the storage thread `spilled`."""
 
     def __init__(self, exporter: SpanExporter, *, sample_ratio: float, version: str) -> None:
-        # The SDK's own remarks on a collector that is away would come once per batch.
+        # The SDK would log every batch that a missing collector did not take.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
@@ -87,7 +87,7 @@ class CallSpans:
         self._joins = _Joins()
 
     def trace(self, record: CallRecord) -> SpanNames | None:
-        """Record an ended call with its stages and the spills it has caused so far; None: not kept."""
+        """Record an ended call with its stages and its spills so far; return None if it is not sampled."""
         carrier = {"traceparent": record.traceparent, "tracestate": record.tracestate}
         span = self._tracer.start_span(
             record.method,
@@ -114,13 +114,13 @@ class CallSpans:
         return _names_of(span) if span.get_span_context().trace_flags.sampled else None
 
     def spilled(self, record: SpillRecord) -> None:
-        """Record the writing of a block under the call whose work sent it to SSD."""
+        """Record the spill of a block as a child of the call that caused it."""
         span = self._joins.spilled(record)
         if span is not None:
             self._spill_span(record, span)
 
     def stop(self) -> None:
-        """Send what waits, for a few seconds at most."""
+        """Send the spans that are left, for a few seconds at most."""
         self._provider.shutdown()
 
     def _spill_span(self, record: SpillRecord, parent: Span) -> None:
@@ -134,10 +134,10 @@ class CallSpans:
 
 
 class _Joins:
-    """Brings calls and spills together, whichever ends first. Any thread; bounded.
+    """Matches spills with their calls, whichever ends first. Any thread; bounded.
 
-    A request id that is used again while blocks of its first use are still being written is taken for one.
-    The lock is held for a few operations on dicts; nobody waits for anything under it.
+    If a request id is used again while blocks of its first use are still being written, both count as one
+    call. The lock is held for a few dict operations; nothing waits while holding it.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class _Joins:
         self._early: collections.deque[SpillRecord] = collections.deque(maxlen=_SPILL_COUNT_LIMIT)
 
     def call_ended(self, request_id: RequestId, span: Span) -> list[SpillRecord]:
-        """Remember the call's span; return the spills that came before its end."""
+        """Remember the call's span; return the spills that were reported before it ended."""
         with self._lock:
             self._ended[request_id] = span
             if len(self._ended) > _CALL_COUNT_LIMIT:
@@ -170,7 +170,7 @@ class _Joins:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
-    """One stretch of a call, in seconds since it reached the edge."""
+    """One stage of a call, in seconds since the call reached the edge."""
 
     name: str
     start_s: float
@@ -179,10 +179,10 @@ class Stage:
 
 
 def stages_of(record: CallRecord) -> Iterator[Stage]:
-    """Yield the stages that the call came to, in their order.
+    """Yield the stages that the call reached, in order.
 
-    Only what was reported: a request that was cancelled in prefill has no prefill stage, since its length
-    is known of requests that ran to their end alone.
+    Only reported stages: a request that was cancelled in prefill has no prefill stage, since its length is
+    known only for requests that ran to their end.
     """
     if record.tokenize_s > 0:
         yield Stage("tokenize", 0.0, record.tokenize_s, {"icehouse.prompt.tokens": record.prompt_token_count})
@@ -190,7 +190,7 @@ def stages_of(record: CallRecord) -> Iterator[Stage]:
     if started is None:
         return
     yield Stage("queue", min(record.tokenize_s, started.queue_s), started.queue_s)
-    # What a restore became is known for certain only at the end.
+    # Only the end shows for certain what a restore achieved.
     cache = record.usage.cache if record.usage is not None else started.cache
     restored_s = started.queue_s + cache.restore_s
     if cache.restore_s > 0:

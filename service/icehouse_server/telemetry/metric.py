@@ -1,4 +1,4 @@
-"""Metric: its OpenTelemetry name, unit and meaning, and the Prometheus name that follows from them."""
+"""Metric: its OpenTelemetry name, unit and meaning, and the Prometheus name derived from them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class MetricKind(enum.Enum):
     """How a metric's values are to be read."""
 
     COUNTER = enum.auto()
-    """Only grows, from the start of the process."""
+    """Only grows, from 0 at the start of the process."""
     GAUGE = enum.auto()
     HISTOGRAM = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metric:
-    """A declaration. `unit` is UCUM, with {braces} around what is counted."""
+    """A metric's declaration. `unit` is UCUM, with {braces} around what is counted."""
 
     name: str
     kind: MetricKind
@@ -32,8 +32,8 @@ class Metric:
 
     @property
     def prometheus_name(self) -> str:
-        """OpenTelemetry's own translation: dots to underscores, the unit, `_total` for counters."""
-        # {token}/s and the like name a rate; a count in braces alone adds nothing.
+        """The name as OpenTelemetry translates it: dots to underscores, the unit, `_total` for counters."""
+        # A unit such as {token}/s is a rate; a count in braces adds no suffix.
         suffix = "_per_second" if self.unit.endswith("}/s") else _UNIT_SUFFIXES.get(self.unit, "")
         if self.kind is MetricKind.COUNTER and self.unit == "1":
             suffix = ""
@@ -48,24 +48,24 @@ class Metric:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HistogramSeries:
-    """What was recorded of a histogram for one value of its labels."""
+    """A histogram's counts for one value of its labels."""
 
     labels: tuple[str, ...]
     bounds: tuple[float, ...]
-    """Upper bounds of the buckets; one more holds what is above the last."""
+    """Upper bounds of the buckets; one more bucket holds everything above the last."""
     cumulative_counts: tuple[int, ...]
-    """Values up to each bound, then all of them."""
+    """How many values are up to each bound, then how many there are."""
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Values in each bucket, the last for what is above all bounds."""
+        """How many values are in each bucket; the last is above all bounds."""
         before = (0, *self.cumulative_counts)
         return tuple(now - below for below, now in zip(before, self.cumulative_counts, strict=False))
 
     def quantile(self, share: float) -> float | None:
-        """Return the value below which `share` of them lie, even within a bucket, as Prometheus does.
+        """Return the value below which `share` of all values are, interpolated in a bucket as by Prometheus.
 
-        What lies above all bounds counts as the last of them; None without values.
+        Values above all bounds count as the last bound; None if there are no values.
         """
         total = self.cumulative_counts[-1]
         if not total:

@@ -1,6 +1,6 @@
-"""Metrics table: every metric the server has. The endpoint, the documentation and the checks read it.
+"""Metrics table: every metric that the server has. The endpoint, the documentation and the checks read it.
 
-`call_metrics` counts calls as they end; everything else is read from the latest snapshot, as said here.
+`call_metrics` counts calls when they end; the rows here read everything else from the latest snapshot.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _Read = Callable[[_Part], Reading]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observed:
-    """One row of the table. `read` yields values by their labels, none where the snapshot knows nothing."""
+    """One row of the table. `read` yields values with their labels, none if the snapshot has no such data."""
 
     metric: Metric
     read: Callable[[Snapshot], Iterable[tuple[Labels, float]]]
     is_of_model: bool = True
-    """Whether each loaded model has values of its own, where there may be several."""
+    """Whether each loaded model has its own values, if there may be several."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rows(Generic[_Part]):
-    """Makes rows about a part of the snapshot. There may be several such parts, distinguished by `labels`."""
+    """Makes rows that read a part of the snapshot. There may be several parts, distinguished by `labels`."""
 
     parts: Callable[[Snapshot], Mapping[Labels, _Part]]
     labels: Labels = ()
@@ -84,7 +84,7 @@ def _ranks(s: Snapshot) -> Mapping[Labels, RankStats]:
 
 
 def _stored(s: Snapshot) -> Reading:
-    # The cache remembers as many tenants again; those without an account are left out, to keep the bound.
+    # The cache may remember other tenants; those without an account are left out, to keep the bound.
     known = {use.tenant for use in s.tenants}
     shares = [share for share in (s.cache.tenants if s.cache else ()) if share.tenant in known]
     return {
@@ -107,7 +107,7 @@ _spill: _Rows[SpillStats] = _Rows(lambda s: _known(s.cache.spill if s.cache else
 _disk: _Rows[DiskStats] = _Rows(lambda s: _known(s.cache.disk if s.cache else None))
 _shared: _Rows[SharedStats] = _Rows(lambda s: _known(s.cache.shared if s.cache else None))
 _tier: _Rows[TierStats] = _Rows(_tiers, ("icehouse.tier",))
-# The edge keeps a bounded number of accounts, so there are never more tenants here than that.
+# The edge keeps a bounded number of accounts, which bounds the tenants here.
 _tenant: _Rows[TenantUse] = _Rows(
     lambda s: {(use.tenant,): use for use in s.tenants}, ("icehouse.tenant",), is_of_model=False
 )
@@ -121,7 +121,7 @@ _events: _Rows[KvEventStats] = _Rows(lambda s: {(): s.kv_events}, is_of_model=Fa
 _replies: _Rows[ReplyStats] = _Rows(lambda s: {(): s.replies}, is_of_model=False)
 
 # fmt: off
-# A row is its name, unit and reading, and below them what it means.
+# Each row has name, unit and reading, and below them what it means.
 OBSERVED_METRICS: tuple[Observed, ...] = (
     _server.gauge("icehouse.engine.state", "{state}",
         lambda s: {state.name.lower(): float(s.state is state) for state in EngineState},

@@ -1,13 +1,13 @@
 """Prometheus endpoint: the table of metrics, on a port of its own.
 
-Scrapes are answered by a thread for each connection, and so many of them at once. They read the counters of
-calls under prometheus_client's own locks and the latest snapshot, a frozen value; they never ask the engine.
-Whoever reaches the port may open connections and send nothing. The oldest one makes room for a newcomer, so
-that neither threads nor open files grow, and a scraper is always answered.
+Each connection has a thread, up to CONNECTION_LIMIT. A scrape reads the counters of calls under
+prometheus_client's own locks, and the latest snapshot, a frozen value; it never asks the engine. Anybody who
+reaches the port may open connections and send nothing. So the oldest connection makes room for a new one:
+threads and open files stay bounded, and a scraper is always answered.
 
 A browser can be led here by a name that somebody else points at this address (DNS rebinding), and would then
-take the answers for theirs. So requests for a name that is not known to be this server's are refused on every
-path; addresses cannot be pointed elsewhere.
+let their page read the answers. So requests to any name that is not known to be this server's are refused on
+every path. Addresses are safe: nobody can point them elsewhere.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PrometheusMeter:
         (counter.labels(*labels) if labels else counter).inc(value)
 
     def series(self, metric: Metric) -> tuple[HistogramSeries, ...]:
-        """Return what was recorded of a histogram, one series for each value of its labels."""
+        """Return a histogram's counts, one series for each value of its labels."""
         [family] = self._histograms[metric].collect()
         counts: dict[tuple[str, ...], list[float]] = {}
         for sample in family.samples:
@@ -75,14 +75,14 @@ class PrometheusMeter:
 
 
 class SnapshotCollector(Collector):
-    """Turns the latest snapshot into metrics at every scrape, with one more label where there may be several
+    """Turns the latest snapshot into metrics at every scrape, with one more label if there may be several
     models."""
 
     def __init__(self, latest: Callable[[], Snapshot]) -> None:
         self._latest = latest
 
     def describe(self) -> Iterator[Family]:
-        """Name the families without reading anything, for the registry's check of duplicates."""
+        """Name the families without reading anything, so that the registry can check for duplicates."""
         return (_family(row) for row in OBSERVED_METRICS)
 
     def collect(self) -> Iterator[Family]:
@@ -109,9 +109,9 @@ def serve_metrics(
     names: Collection[str] = (),
     pages: Mapping[str, WSGIApplication] | None = None,
 ) -> MetricsServer:
-    """Answer scrapes from now on; raises StartError when the address cannot be had.
+    """Answer scrapes from now on; raises StartError if it cannot listen on the address.
 
-    `pages` are by path; every other path answers with the metrics.
+    `pages` maps paths to applications; every other path answers with the metrics.
     """
     meter.registry.register(SnapshotCollector(latest))
     metrics: WSGIApplication = make_wsgi_app(meter.registry)
@@ -133,7 +133,7 @@ def serve_metrics(
 
 
 MODEL_LABEL = "icehouse_model"
-"""Of metrics of one model, on a server that may have several."""
+"""The label of one model's metrics, on a server that may have several."""
 
 
 def _family(row: Observed, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
@@ -146,7 +146,7 @@ _log = logging.getLogger("icehouse.metrics")
 
 CONNECTION_LIMIT = 32
 _READ_TIMEOUT_S = 30.0
-"""Time limit for a caller that sends nothing, while nobody else needs its slot."""
+"""Time limit for a caller that sends nothing, if nobody needs its slot earlier."""
 ANY_NAME = "*"
 _MISNAMED = (
     b"The server does not know itself by that name. Ask by its address, or list the name in "
@@ -155,14 +155,14 @@ _MISNAMED = (
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Answers GET requests of scrapers and browsers by one application, from `start` to `stop`."""
+    """Answers GET requests of scrapers and browsers with one application, from `start` to `stop`."""
 
     daemon_threads = True
     request_queue_size = 128
     block_on_close = False
 
     def __init__(self, host: str, port: int, app: WSGIApplication, *, names: Collection[str] = ()) -> None:
-        """Listen on `host` and `port`, 0 for any; raises OSError when the address cannot be had.
+        """Listen on `host` and `port`, 0 for any; raises OSError if the address is not available.
 
         It answers to addresses, to localhost, to `host` and to `names`.
         """
@@ -182,7 +182,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._thread.start()
 
     def stop(self) -> None:
-        """Accept no more, and end those that are open."""
+        """Accept no more connections, and end the open ones."""
         self.shutdown()
         self.server_close()
         self._thread.join()
@@ -211,7 +211,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what broke, in one line; callers that leave in the middle of an answer are none of it."""
+        """Log unexpected errors; callers that leave in the middle of an answer are not one."""
         if not isinstance(sys.exception(), OSError):
             _log.exception("metrics_connection_broke")
 
@@ -224,12 +224,12 @@ class _Handler(WSGIRequestHandler):
 
 
 def _answering_to(names: Collection[str], app: WSGIApplication) -> WSGIApplication:
-    """Return the application for those who ask by an address or one of these names."""
+    """Return the application, restricted to requests to an address or to one of these names."""
     known = {name.lower() for name in names}
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         host = environ.get("HTTP_HOST")
-        # A probe of HTTP/1.0 may leave it out; no browser does.
+        # An HTTP/1.0 probe may leave it out; no browser does.
         if host is None or _is_known(host, known):
             return app(environ, start_response)
         start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
@@ -248,6 +248,6 @@ def _is_known(host: str, names: Collection[str]) -> bool:
 
 
 def _end(connection: socket.socket) -> None:
-    """Wake the thread that reads or writes there; it closes the connection."""
+    """Wake the thread that reads or writes on the connection; it closes it."""
     with contextlib.suppress(OSError):  # the caller was faster
         connection.shutdown(socket.SHUT_RDWR)

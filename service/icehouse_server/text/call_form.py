@@ -1,12 +1,12 @@
-"""Call form: what a reply is held to whose calls are constrained. Pure.
+"""Call form: the grammar of a reply whose tool calls are constrained. Pure.
 
 A constrained call is the template's own text around the arguments, so that the model writes what it was
-trained to write. Only notations with arguments as JSON can be constrained; the model's reader is given an
-example to see whether its notation is one.
+trained to write. Only notations that write arguments as JSON can be constrained; to find out, the model's
+reader is given an example.
 
-Calls must be constrained where the request asks for it: by strict tools, allowed ones, or calls that are not
-parallel. Where it only requires a call, or wants its answer in JSON, they are as far as they can be. Such a
-call fits its tool's schema, if that can be enforced; a call of a named tool is the only one.
+Calls must be constrained if the request has strict tools, allowed tools or no parallel calls. If it only
+requires a call, or wants its answer in JSON, they are constrained where possible. Such a call fits its tool's
+schema if that can be enforced. If a tool is named, the reply has exactly one call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from icehouse_server.text.replies.recognition import ReadBack, read_back
 from icehouse_server.text.replies.reply_format import ReplyFormat
 
 NAME = "qzcalledqz"
-"""Stands for a tool's name in a call that the template writes."""
+"""The placeholder for a tool's name in a call that the template writes."""
 _EXAMPLE_ARGUMENTS = '{"qzkeyqz": [1, {"a": "}"}]}'
 _ANY_ARGUMENTS = '{"type": "object"}'
 _CLOSINGS = ("}]", "}", "]", "")
@@ -29,10 +29,10 @@ _CLOSINGS = ("}]", "}", "]", "")
 
 
 def around_arguments(shown: str, conversation: Conversation, format: ReplyFormat) -> tuple[str, str] | None:
-    """Return the text of a call of `NAME` before its arguments and behind them, or None where the model's
-    notation is another; raises InvalidRequest where it must not be.
+    """Return what a call of `NAME` has before its arguments and after them, or None if the model does not
+    write arguments as JSON; raises InvalidRequest if calls must be constrained.
 
-    `shown` is a text of the template that ends with such a call without arguments.
+    `shown` is text from the template that ends with such a call, with empty arguments.
     """
     begin, shown_end = _split(shown, format)
     for end in (shown_end,) if format.family.call_end else _CLOSINGS:
@@ -45,7 +45,7 @@ def around_arguments(shown: str, conversation: Conversation, format: ReplyFormat
 def call_form(
     conversation: Conversation, format: ReplyFormat, around: tuple[str, str], opening: str
 ) -> TaggedJson | None:
-    """Return the form of a reply, of whose first call the prompt has `opening`; None and raises as above."""
+    """Return the form of a reply to a prompt that ends with `opening` of a call; None and raises as above."""
     begin, end = around
     is_held = conversation.tool_choice.is_forced or conversation.answers_in_json
     tags = tuple(
@@ -71,7 +71,7 @@ def call_form(
 
 
 def loosened(form: TaggedJson, conversation: Conversation) -> TaggedJson:
-    """Return the form with any arguments for those tools that are not strict, whose schemas are a wish."""
+    """Return the form with the schemas of strict tools only: other tools' schemas are a wish."""
     tags = (
         tag if tool.is_strict else dataclasses.replace(tag, schema=_ANY_ARGUMENTS)
         for tag, (_, tool) in zip(form.tags, conversation.callable_tools, strict=True)
@@ -80,7 +80,7 @@ def loosened(form: TaggedJson, conversation: Conversation) -> TaggedJson:
 
 
 def _split(shown: str, format: ReplyFormat) -> tuple[str, str]:
-    """Return the text of a call before its arguments and behind them; empty where there is none."""
+    """Return what the call has before its arguments and after them; two empty texts if there is no call."""
     name_start = shown.rfind(NAME)
     start = shown.rfind(format.family.call_start, 0, max(0, name_start))
     arguments_start = shown.find("{}", name_start)
@@ -96,13 +96,13 @@ def _split(shown: str, format: ReplyFormat) -> tuple[str, str]:
 
 
 def _reads(example: str, format: ReplyFormat) -> bool:
-    """Whether the model's reader finds the example's call and nothing else, and repairs nothing."""
+    """Whether the model's reader finds exactly the example's call, without repairs."""
     call = ToolCall("", NAME, _EXAMPLE_ARGUMENTS)
     return read_back(format, example, tools=[Tool(NAME, "", {})], calls=[call]) is ReadBack.ALL
 
 
 def _check_free(conversation: Conversation) -> None:
-    """Raise InvalidRequest where calls must be constrained."""
+    """Raise InvalidRequest if calls must be constrained."""
     if not conversation.constrains_calls:
         return
     strict = (index for index, tool in conversation.callable_tools if tool.is_strict)

@@ -1,9 +1,9 @@
-"""Chat renderer: from a conversation to the tokens of its prompt, and the beginning of the reply in them.
+"""Chat renderer: turns a conversation into the tokens of its prompt, often with the start of the reply.
 
 Runs in the small executor of `rpc`, one caller at a time.
 
-A model may draw tokens that the tokenizer would not choose for the same text. A cached prefix is a prefix of
-tokens, so a turn that is tokenized again ends the match there, and its drawn tokens do not. If these do not
+A model may draw tokens that the tokenizer would not choose for the same text. The cache matches tokens, so
+tokenizing a past turn again would end the match; the tokens that were drawn keep it going. If they do not
 decode to what the template wrote, the template's text is used.
 """
 
@@ -33,19 +33,19 @@ from icehouse_server.text.replies.reply_format import ReplyFormat
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
 CommonTokens = Callable[[Sequence[str]], int]
-"""Characters of the first text whose tokens all the others begin with."""
+"""Returns how many characters of the first text the others share, cut where a token ends in all of them."""
 
 _ARGUMENT, _ID = "qzargumentqz", "000000000"
-"""They stand for arguments and an id in a call that the template writes, as NAME does for its tool."""
+"""Placeholders for the arguments and the id of a call that the template writes, as NAME is for its tool."""
 _HEADER_TOKEN_COUNT = 8
-"""Tokens decoded before a turn's own."""
+"""Tokens of the header that are decoded along with a turn's own."""
 _LONGEST_ADDED_TOKEN = 64
 """Characters of the longest special token that is searched for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRenderer:
-    """Wires the template, the tokenizer and the format of replies together."""
+    """Combines the template, the tokenizer and the format of replies."""
 
     template: ChatTemplate
     turns: TurnTokens
@@ -57,7 +57,7 @@ class ChatRenderer:
     def render(self, conversation: Conversation, kept: KeptReply | None = None) -> RenderedChat:
         """Return the prompt; raises InvalidRequest for what the model or its template cannot do.
 
-        With `kept` it begins with that reply's tokens, if it is certain what follows them.
+        With `kept`, the prompt begins with that reply's tokens if it is certain what follows them.
         """
         self._check(conversation, self._traits(conversation))
         text = None if kept is None else self._behind_kept(conversation, kept)
@@ -85,14 +85,14 @@ class ChatRenderer:
     def _borders(
         self, conversation: Conversation, text: _PromptText, token_ids: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Return where the prompt has borders of messages that others may part from it at."""
+        """Return the token indices of message borders at which other prompts may diverge from this one."""
         if not conversation.adds_generation_prompt or conversation.tool_choice.is_forced:
             return ()
         borders = borders_of(
             text.shown,
             conversation.messages,
             has_tools=bool(conversation.tools),
-            # A header that opens reasoning is written without it once the turn is over.
+            # Once a turn is over, the template writes its header without the reasoning that it opened.
             header=text.header if self._unthinking(text.header) else "",
             marks=self.turn_marks,
         )
@@ -100,7 +100,7 @@ class ChatRenderer:
         return borders.token_indices(token_ids, mark_ids)
 
     def _behind_kept(self, conversation: Conversation, kept: KeptReply) -> _PromptText | None:
-        """Return the text behind a kept reply; None where it is not certain what that is."""
+        """Return the text after a kept reply; None if it is not certain what follows it."""
         is_last = kept.index == len(conversation.messages) - 1
         if is_last and conversation.continues_final_message:
             return None
@@ -114,7 +114,7 @@ class ChatRenderer:
             text = self._prompt_text(turns)
             closing = behind_mark(self._text(last, fit(last.messages, self._traits(last))))
         except InvalidRequest:
-            # If it is the conversation that is refused, so is all of it, and with the better message.
+            # If the conversation itself is invalid, rendering all of it gives the better error message.
             return None
         behind = behind_mark(text.text)
         if behind is None or closing is None or not _is_split(shown.order, kept.index):
@@ -133,8 +133,7 @@ class ChatRenderer:
         return dataclasses.replace(text, text=tail, image_texts=images, shown=shown)
 
     def _shown(self, conversation: Conversation) -> ShownTexts:
-        """Return where a conversation's texts come in its prompt; raises InvalidRequest for one that does
-        not."""
+        """Return where the prompt shows the conversation's texts; raises InvalidRequest if it drops one."""
         return self.template.check_shown(
             conversation.messages,
             tools=conversation.tools,
@@ -143,7 +142,7 @@ class ChatRenderer:
         )
 
     def _prompt_text(self, conversation: Conversation) -> _PromptText:
-        """Return the text that a conversation's prompt is made of; raises InvalidRequest."""
+        """Return the text of a conversation's prompt; raises InvalidRequest."""
         messages = fit(conversation.messages, self._traits(conversation))
         drawn = tuple(message.token_ids for message in messages if message.token_ids)
         base = self._text(conversation, messages)
@@ -194,7 +193,7 @@ class ChatRenderer:
         return _behind(text, base)
 
     def _unthinking(self, header: str) -> str:
-        """Return the header without the reasoning that it opens, as past turns have it."""
+        """Return the header as past turns have it, without the reasoning that it opens; "" if none."""
         start = self.format.think_start
         return header[: header.index(start)] if start and start in header else ""
 
@@ -205,15 +204,15 @@ class ChatRenderer:
         return text.rfind(self.format.think_start) > text.rfind(self.format.think_end)
 
     def _called(self, conversation: Conversation, arguments_json: str) -> str:
-        """Return the conversation's text with a call of `NAME` behind it."""
+        """Return the conversation's text followed by a call of `NAME`."""
         traits = self._traits(conversation)
         own_id = self.format.family.id_form.format(name=NAME, index=0) or _ID
         call = ChatMessage("assistant", "", tool_calls=(ToolCall(own_id, NAME, arguments_json),))
         return self._text(conversation, fit([*conversation.messages, call], traits))
 
     def _call_around(self, conversation: Conversation) -> tuple[str, str] | None:
-        """Return the text of a call before its arguments and behind them, where calls can and are to be
-        constrained; raises InvalidRequest where they must be and cannot."""
+        """Return what a call has before its arguments and after them, or None if calls are not to be
+        constrained or cannot be; raises InvalidRequest if they must be but cannot."""
         if not conversation.holds_calls:
             return None
         try:
@@ -221,15 +220,15 @@ class ChatRenderer:
         except InvalidRequest:
             if conversation.constrains_calls or conversation.tool_choice.is_forced:
                 raise
-            return None  # the template takes no call here, and none was asked for
+            return None  # the template allows no call here, and the request did not insist on one
         return around_arguments(shown, conversation, self.format)
 
     def _forced(self, conversation: Conversation, *, base: str, begun: str) -> tuple[str, str]:
         """Return a prompt that ends with the beginning of a call, and that beginning.
 
-        The template writes it, in the form that the model was trained on. The beginning is what depends on
-        neither the tool nor its arguments, up to the end of a token. Most templates continue `base`; for one
-        that renders the past differently when it grows, the call follows the usual prompt, `begun`.
+        The template writes the call, as the model was trained to. The beginning is the part that depends on
+        neither the tool nor its arguments, cut at the end of a token. Most templates append to `base`; if one
+        renders the past differently as it grows, the call follows the usual prompt, `begun`.
         """
         start = self.format.family.call_start
         replies = []
@@ -244,7 +243,7 @@ class ChatRenderer:
         names = [tool.name for _, tool in conversation.callable_tools]
         texts = [reply.replace(NAME, name) for reply in replies for name in names]
         if texts and self._call_around(conversation) is not None:
-            # Not a character of the arguments, which are the constraint's.
+            # Stop before the arguments: the constraint writes all of them.
             texts.append(texts[0][: texts[0].find("{", texts[0].find(names[0]) + len(names[0]))])
         common = texts[0][: self.common_tokens(texts)] if texts else ""
         if start not in common:
@@ -278,20 +277,20 @@ class _PromptText:
 
     text: str
     opening: str
-    """What of the reply it ends with."""
+    """The start of the reply, with which the prompt ends."""
     header: str
     """What the template writes before an assistant's turn."""
     drawn: tuple[tuple[int, ...], ...]
-    """Tokens that were generated for turns of it."""
+    """The tokens of its turns that were generated."""
     is_reasoning: bool
     image_texts: ImageTexts | None
-    """Of the images in it."""
+    """The texts of its images."""
     shown: ShownTexts = dataclasses.field(default_factory=ShownTexts)
-    """Where the conversation's texts come in all of the prompt."""
+    """Where the whole prompt shows the conversation's texts."""
 
 
 def _is_split(order: Sequence[int], index: int) -> bool:
-    """Whether a template shows what comes up to the message at `index`, and then what follows it."""
+    """Whether the template shows every message up to the one at `index` before it shows any later one."""
     following = next((i for i, shown in enumerate(order) if shown > index), len(order))
     return bool(order) and all(shown > index for shown in order[following:])
 
@@ -318,19 +317,19 @@ def _with_images(text: str, images: ImageTexts | None) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TurnTokens:
-    """Puts drawn turns back. `encode` adds no special tokens, `decode` hides none."""
+    """Puts drawn turns back into a prompt. `encode` adds no special tokens, `decode` hides none."""
 
     encode: Encode
     decode: Decode
     eos_token_ids: frozenset[int]
     added_token_ids: frozenset[int]
-    """Tokens that are cut out of a text before anything else, so that text may end before them."""
+    """Tokens that the tokenizer cuts out of a text first, so the text before them is tokenized by itself."""
 
     def tokens(self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]) -> list[int]:
         """Return the tokens of `text`, in which the drawn `turns` follow one of `headers`, in order.
 
-        `headers` are the beginnings that a turn may have, the likeliest first. The result decodes to the same
-        text as the plain encoding.
+        `headers` are the possible headers of a turn, the likeliest first. The result decodes to the same text
+        as the plain encoding.
         """
         plain = self.encode(text)
         if not turns:
@@ -339,7 +338,7 @@ class TurnTokens:
         return spliced if self.decode(spliced) == self.decode(plain) else plain
 
     def begins_apart(self, text: str) -> bool:
-        """Whether a text is tokenized alike by itself and behind another: a token of its own begins it."""
+        """Whether a text gets the same tokens alone as after another text: it begins with an added token."""
         return not text or self.encode(text[:_LONGEST_ADDED_TOKEN])[0] in self.added_token_ids
 
     def _spliced(self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]) -> list[int]:
@@ -356,7 +355,7 @@ class TurnTokens:
     def _match(
         self, text: str, position: int, drawn: Sequence[int], headers: Sequence[str]
     ) -> _TurnMatch | None:
-        """Return the whole turn's position; failing that, how it begins after the next header."""
+        """Return where the whole turn is; failing that, the part of it that follows the next header."""
         for header in headers:
             spelled = self._spelling(header)(drawn)
             start = text.find(header + spelled, position) + len(header)
@@ -372,7 +371,7 @@ class TurnTokens:
         return next((part for part in parts if part is not None), None)
 
     def _beginning(self, text: str, start: int, drawn: Sequence[int], header: str) -> _TurnMatch | None:
-        """Return the longest beginning of a turn that is in the text: the template may trim or close it."""
+        """Return the longest beginning of a turn that the text has: the template may have trimmed it."""
         spelled = self._spelling(header)
         low, high = 0, len(drawn)
         while low < high:
@@ -391,7 +390,7 @@ class TurnTokens:
         return lambda token_ids: _behind(self.decode([*before, *token_ids]), known)
 
     def _may_end(self, text: str, stop: int) -> bool:
-        """Whether a token always ends there: elsewhere a word of an edited turn could be split."""
+        """Whether a token always ends there: if not, a word of an edited turn could be split."""
         following = self.encode(text[stop : stop + _LONGEST_ADDED_TOKEN])
         return not following or following[0] in self.added_token_ids
 

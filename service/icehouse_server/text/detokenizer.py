@@ -1,7 +1,7 @@
-"""Detokenizer: from tokens to text that may be sent: whole characters, without stop strings.
+"""Detokenizer: turns tokens into text that may be sent: whole characters, without stop strings.
 
-Runs on the inference thread between steps, while the device computes the next one, so that a stop string
-takes effect in the step that completed it.
+Runs on the inference thread while the device computes the next step, so that a stop string takes effect in
+the step that completed it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _REPLACEMENT = "\ufffd"
 _PENDING_TOKEN_LIMIT = 8
 """A character has at most four bytes, so this many undecodable tokens are garbage, not a prefix."""
 _CUT_TOKEN_LIMIT = 64
-"""Tokens that may lie in the window because each one ends inside a character."""
+"""Most tokens in the window if each of them ends inside a character."""
 _UNFINISHED_LIMIT = 3
-"""Most bytes of a character that is not whole yet, and so most tokens that may hold it."""
+"""Most bytes, and so most tokens, of a character that is not whole yet."""
 _CONTEXT_TOKEN_COUNT = 6
 """Prompt tokens decoded along with the first output token, so that its leading space survives."""
 
@@ -37,17 +37,17 @@ class Detokenizer:
         self._decode = decode
         self._window, self._read_index = _context(decode, context_token_ids)
         self._known_text = decode(self._window[: self._read_index])
-        # What the prompt's unfinished last character shows by itself: not output, unless output changes it.
+        # How the prompt's unfinished last character decodes alone: not output, unless output changes it.
         self._echo = self._new_text(self._window) if self._read_index < len(self._window) else ""
         self._undecided_count = len(self._window) - self._read_index
         """Tokens since text last became certain."""
         self._returned_byte_count = 0
         self._pending_byte_count = 0
-        """Of whole characters that are not certain yet: a space before the beginning of another one."""
+        """Bytes of whole characters that are not certain yet: a space before an unfinished character."""
 
     @property
     def next_offset(self) -> int:
-        """Where the text of the next token begins, in bytes of UTF-8: behind the whole characters so far."""
+        """Where the text of the next token begins, in bytes of UTF-8: after the whole characters so far."""
         return self._returned_byte_count + self._pending_byte_count
 
     def push(self, token_id: int) -> str:
@@ -60,8 +60,8 @@ class Detokenizer:
         self._pending_byte_count = len(text.rstrip(_REPLACEMENT).removeprefix(self._echo).encode())
         is_garbage = self._undecided_count > _PENDING_TOKEN_LIMIT
         if not text and (self._known_text or is_garbage):
-            # A special token: no text, and no context for what follows. In the window each one of a long run
-            # would cost as much as all before it. At the start it may be a space that the decoder strips.
+            # A special token: it has no text and gives no context. Left in the window, a long run of them
+            # would cost quadratic time. At the start it may be a space that the decoder strips, so it stays.
             self._window.pop()
             self._undecided_count -= 1
         elif is_garbage:
@@ -96,7 +96,7 @@ class Detokenizer:
         return self._commit(text)
 
     def _flush_inside(self, certain: str) -> str:
-        """Emit the whole characters, where every token ends inside one, so that no token can be dropped."""
+        """Emit the whole characters but keep all tokens, because each of them ends inside a character."""
         if not self._decode(self._window).startswith(self._known_text + certain):
             return ""
         self._known_text += certain
@@ -109,7 +109,7 @@ class Detokenizer:
         return self._returned(text)
 
     def _returned(self, text: str) -> str:
-        """Return text that is certain, without what the prompt shows of its first character, and count it."""
+        """Count text that is certain; return it without what the prompt showed of its first character."""
         sent, self._echo = text.removeprefix(self._echo), ""
         self._returned_byte_count += len(sent.encode())
         self._pending_byte_count = self._undecided_count = 0
@@ -119,9 +119,8 @@ class Detokenizer:
 def _context(decode: Decode, token_ids: Sequence[int]) -> tuple[list[int], int]:
     """Return the prompt's last few tokens, and how many of them end with a whole character.
 
-    Decoders with byte pieces take a whole run of them for garbage when it begins or ends inside a
-    character: so the context begins a little earlier if need be, and what is unfinished is left to
-    the output to finish.
+    A decoder with byte pieces takes a whole run of them for garbage if it begins or ends inside a character.
+    So the context begins a little earlier if need be, and the output finishes an unfinished character.
     """
     start = max(0, len(token_ids) - _CONTEXT_TOKEN_COUNT)
     for unfinished_count in range(min(_UNFINISHED_LIMIT, len(token_ids)) + 1):
@@ -135,7 +134,7 @@ def _context(decode: Decode, token_ids: Sequence[int]) -> tuple[list[int], int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextStep:
-    """Text to send now, and the stop string that was met (its own text is never sent)."""
+    """Text to send now, and the stop string that was completed, which is never sent itself."""
 
     text: str
     stop_string: str | None
@@ -144,8 +143,8 @@ class TextStep:
 class StopFilter:
     """Passes text on, holding back the longest tail that could still become a stop string.
 
-    What is sent depends on the text alone, not on how it was cut into pieces: the stop string that
-    is complete first ends it, and of several that are complete at once the longest.
+    What is sent depends on the text alone, not on how it was cut into pieces. The first stop string to be
+    complete ends the text; if several are complete at once, the longest does.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -153,7 +152,7 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> TextStep:
-        """Add text; return what is safe to send, and the stop string that ended it when one is complete."""
+        """Add text; return what is safe to send, and the stop string that ended the text, if any."""
         self._held += text
         matches = [
             (start + len(stop), -len(stop), stop)
@@ -186,8 +185,8 @@ class TextStream:
         unsearched_token_count: int = 0,
         reasoning: ReasoningMeter | None = None,
     ) -> None:
-        """`unsearched_token_count` tokens come before the text in which a stop string counts; `reasoning`
-        counts the tokens that the model thinks with, if it does."""
+        """Stop strings are not searched for in the first `unsearched_token_count` tokens. `reasoning` counts
+        the tokens of reasoning, if the model reasons."""
         self._detokenizer = Detokenizer(decode, prompt_token_ids)
         self._stop_filter = StopFilter(stops)
         self._unsearched_token_count = unsearched_token_count
@@ -195,13 +194,13 @@ class TextStream:
 
     @property
     def reasoning_token_count(self) -> int:
-        """Tokens so far that the model thought with."""
+        """Tokens of reasoning so far."""
         return 0 if self._reasoning is None else self._reasoning.token_count
 
     @property
     def next_offset(self) -> int:
-        """Where the text of the next token begins in the output, in bytes of UTF-8. Counted before stop
-        strings: behind one it points past the end of what is sent."""
+        """Where the text of the next token begins in the output, in bytes of UTF-8. Stop strings count too,
+        so after one this is past the end of what was sent."""
         return self._detokenizer.next_offset
 
     def push(self, token_id: int) -> TextStep:

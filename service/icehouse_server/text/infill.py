@@ -1,8 +1,8 @@
-"""Infill prompt: the tokens by which a model fills the gap between two texts.
+"""Infill prompt: the tokens that make a model fill the gap between two texts.
 
 Fill in the middle (Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle"):
-prefix, suffix, then the middle, with a token of the vocabulary before each. The names of these tokens differ,
-so those in the vocabulary show the model's format.
+prefix, suffix, then the middle, each after a marker token. Families name these tokens differently, so a
+vocabulary shows which format its model uses.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ENDS = (
     "<file_sep>",
     "▁<EOT>",
 )
-"""More tokens that end a middle, beside the model's end tokens and the markers: some models have one for it,
-others go on with the next file."""
+"""Other tokens that end a middle, besides the model's end tokens and the markers: some models have one for
+this, others continue with the next file."""
 _PROBE = "☺"
-"""Meta's own code for CodeLlama puts it in front of a suffix, and takes its tokens away again."""
+"""As in Meta's own code for CodeLlama: put it before a suffix, encode, and remove its tokens again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class InfillTokens:
 
     token_ids: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
-    """What ends the middle, beside the model's end tokens."""
+    """Tokens that end the middle, besides the model's end tokens."""
 
 
 _MARKERS = (
@@ -44,7 +44,7 @@ _MARKERS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
 )
-"""What stands before the prefix, the suffix and the middle, by family."""
+"""The markers before the prefix, the suffix and the middle, by family."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,19 +56,19 @@ class InfillFormat:
     has_implicit_space: bool
     """Whether its tokenizer puts a space in front of every text."""
     encode: Encode
-    """Gives the tokens of a text by itself."""
+    """Returns the tokens of a text alone, without special tokens."""
     start: tuple[int, ...]
     """Tokens that begin every prompt of the model."""
 
     def tokens(self, *, prefix: str, suffix: str) -> InfillTokens:
-        """Return the prompt of a gap between two texts."""
+        """Return the prompt for the gap between two texts."""
         prefix_id, suffix_id, middle_id = self.marker_ids
         before, behind = self.encode(prefix), self._bare(suffix)
         token_ids = (*self.start, prefix_id, *before, suffix_id, *behind, middle_id)
         return InfillTokens(token_ids, self.stop_token_ids)
 
     def _bare(self, text: str) -> list[int]:
-        """Return the tokens of a text that goes on without a space in front."""
+        """Return the tokens of a text without a space in front."""
         if not self.has_implicit_space:
             return self.encode(text)
         probe, whole = self.encode(_PROBE), self.encode(_PROBE + text)
@@ -78,7 +78,7 @@ class InfillFormat:
 def infill_format_of(
     vocabulary: Mapping[str, int], *, encode: Encode, start: tuple[int, ...]
 ) -> InfillFormat | None:
-    """Return how the model of a vocabulary fills gaps; None where its vocabulary has no markers for it."""
+    """Return the infill format that a vocabulary shows; None if it has no infill markers."""
     for names in _MARKERS:
         if vocabulary.keys() >= set(names):
             prefix_id, suffix_id, middle_id = (vocabulary[name] for name in names)

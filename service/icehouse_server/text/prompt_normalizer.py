@@ -1,11 +1,11 @@
-"""Prompt normalizer: removes from a conversation what varies between requests and means nothing to a model.
+"""Prompt normalizer: removes what varies between requests and means nothing to the model.
 
 Agents put a billing line with a checksum (`cch=…`) that differs in every request into the first system
-message, and send tools and the keys of their schemas in random order. Either changes the prompt, so that
-nothing of the cached one can be reused.
+message, and send tools and the keys of their schemas in random order. Either changes the prompt near its
+start, so the cached prefix cannot be reused.
 
-A gateway that renders the template itself sends tokens: the line is removed there too, and the text around it
-is tokenized again. Pure functions.
+A gateway that renders the template itself sends tokens. The line is removed from these too, and the text
+around it is tokenized again. Pure functions.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ Decode = Callable[[Sequence[int]], str]
 
 _SYSTEM_ROLES = ("system", "developer")
 _MARK_LIMIT = 256
-"""How many of a rendered prompt's added tokens are looked at: those around its system turn and tools."""
+"""Added tokens of a rendered prompt that are looked at: enough for its system turn and tools."""
 _HEADER_LENGTH = 32
-"""A role and what else stands between special tokens is shorter than this, a turn longer."""
+"""Text between two special tokens is a header (a role and the like) up to this length, a turn beyond it."""
 _USER_BEFORE = re.compile(r"user|human|inst", re.IGNORECASE)
 _USER_AT_START = re.compile(r"\W*(?:user|human)\b", re.IGNORECASE)
-"""How templates head a user's turn: before its text, or in its first word where a marker is all there is."""
+"""How templates mark a user's turn: in the header before it, or in its first word if there is no header."""
 _PAIR = r"[\w.\-]{1,64}=[^;\s]{0,256}"
 _LINE = rf"(?P<line>(?:[\w.\-]{{1,64}}:[ \t]+)?(?P<pairs>(?:{_PAIR};[ \t]*)*(?:{_PAIR}[ \t]*$)?)(\n?))"
 _PAIRS = re.compile(rf"^{_LINE}", re.MULTILINE)
-"""The beginning of a line such as `x-anthropic-billing-header: cc_version=2.1; cch=0a1b;`, perhaps with the
-next part of the message right behind it: parts are joined without a separator."""
+"""The start of a line such as `x-anthropic-billing-header: cc_version=2.1; cch=0a1b;`. The next part of the
+message may follow on the same line: parts are joined without a separator."""
 _PAIRS_IN_TURN = re.compile(rf"^[ \t]*{_LINE}", re.MULTILINE)
-"""In a rendered turn a template may have put a space before it."""
+"""The same in a rendered turn, where the template may have put a space before it."""
 _CHECKSUM = re.compile(r"(?:^|;[ \t]*)cch=")
 
 
 def normalized(conversation: Conversation) -> tuple[Conversation, tuple[PromptChange, ...]]:
-    """Return the normalized conversation and what was changed; the same one if nothing was.
+    """Return the normalized conversation and what was changed; the conversation itself if nothing was.
 
     Replies and tool calls of earlier turns are not changed: they are what the model drew.
     """
     messages, line_count = _without_billing_lines(conversation.messages)
     tools = tuple(_with_sorted_keys(tool) for tool in conversation.tools)
-    # What was found later stays behind the others as it came, or the prompt would change before it.
+    # Tools that were found later stay last, in their order: sorting them in would change more of the prompt.
     first = sorted((tool for tool in tools if not tool.is_found_later), key=lambda tool: tool.name)
     ordered = (*first, *(tool for tool in tools if tool.is_found_later))
     counts = {
@@ -65,11 +65,11 @@ def normalized_tokens(
 ) -> tuple[tuple[int, ...], tuple[PromptChange, ...]]:
     """Return a rendered prompt without the billing lines of its system turn, and what was changed.
 
-    That is the first turn, or one behind it, before a user's: many templates have the tools in front.
+    The line may be in any turn before the first user's: many templates put the tools in front.
 
-    `encode` adds no special tokens and `decode` hides none; `added_token_ids` are cut out of a text before
-    anything else, so that the text between two of them can be tokenized by itself. The prompt is not changed
-    if the new tokens would not decode to exactly its text without the line.
+    `encode` adds no special tokens and `decode` hides none. The tokenizer cuts `added_token_ids` out of a
+    text first, so the text between two of them can be tokenized by itself. The prompt is not changed if the
+    new tokens would not decode to exactly its text without the line.
     """
     cuts = (
         (start, stop, *_cut_billing_lines(turn, _PAIRS_IN_TURN))
@@ -88,8 +88,8 @@ def normalized_tokens(
 def _first_turns(
     token_ids: Sequence[int], decode: Decode, added_token_ids: Collection[int]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield the texts between added tokens that are longer than a header, with start and stop: the first one
-    and, unless it is a user's, those behind it that come before one."""
+    """Yield (start, stop, text) of the first turns: the texts between added tokens that are longer than a
+    header. Yields the first turn, and if it is not a user's, all further turns before the first user's."""
     marks = (index for index, token_id in enumerate(token_ids) if token_id in added_token_ids)
     ends = list(itertools.islice(marks, _MARK_LIMIT))
     if len(ends) < _MARK_LIMIT:
@@ -110,8 +110,8 @@ def _first_turns(
 
 
 def _cut_billing_lines(text: str, pairs: re.Pattern[str]) -> tuple[str, int]:
-    """Return a text without such lines, and how many there were. With the rest of a line left, its end stays
-    too."""
+    """Return a text without billing lines, and how many there were. If other text is left on a line, its line
+    break stays too."""
     parts: list[str] = []
     position = count = 0
     for match in pairs.finditer(text):
@@ -124,9 +124,9 @@ def _cut_billing_lines(text: str, pairs: re.Pattern[str]) -> tuple[str, int]:
 
 
 def _without_billing_lines(messages: tuple[ChatMessage, ...]) -> tuple[tuple[ChatMessage, ...], int]:
-    """Return the messages without such lines in the first system message, and how many there were.
+    """Return the messages without billing lines in the first system message, and how many there were.
 
-    A message that was nothing else goes with them, unless it is the only one.
+    A message that had nothing else is removed too, unless it is the only one.
     """
     index = next((i for i, message in enumerate(messages) if message.role in _SYSTEM_ROLES), None)
     if index is None:
@@ -140,9 +140,9 @@ def _without_billing_lines(messages: tuple[ChatMessage, ...]) -> tuple[tuple[Cha
 
 
 def _with_sorted_keys(tool: Tool) -> Tool:
-    """Return the tool with the keys of its schema in alphabetical order, the same one where they are.
+    """Return the tool with the keys of its schema in alphabetical order; the tool itself if they already are.
 
-    JSON there and back goes as deep as whoever read the schema did.
+    The JSON round trip handles any depth that the reader of the schema allowed.
     """
     text = json.dumps(tool.parameters, sort_keys=True)
     if text == json.dumps(tool.parameters):

@@ -1,7 +1,7 @@
 """Reasoning tokens of a reply, recognized by the text that they become.
 
-Markers are looked for in the text and not among the tokens, as in ReplySplitter: a model may draw a marker as
-other tokens than the tokenizer would choose.
+Markers are searched for in the text, not among the tokens, as in ReplySplitter: a model may spell a marker
+with other tokens than the tokenizer would choose.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from icehouse_server.text.values.text_source import TextSource
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyReasoning:
-    """How the reply to one conversation marks reasoning. Never changes; any thread may start meters of it."""
+    """How the reply to one conversation marks reasoning. Immutable; any thread may start meters from it."""
 
     format: ReplyFormat
     reads_calls: bool
     opening: str = ""
-    """Text of the reply that the prompt ends with."""
+    """The start of the reply, with which the prompt ends."""
     is_open: bool = False
-    """The prompt ends within reasoning."""
+    """Whether the prompt ends within reasoning."""
     start_token_ids: tuple[int, ...] = ()
     end_token_ids: tuple[int, ...] = ()
-    """Tokens of the end marker; empty where no tokens spell it, so that it cannot be forced."""
+    """Tokens of the end marker; empty if no tokens spell it, so it cannot be forced."""
 
     def within(self, vocabulary_size: int) -> ReplyReasoning:
-        """Return the same for a model with so many tokens; markers that it cannot draw get no tokens."""
+        """Return the same for a vocabulary of this size; markers that the model cannot draw get no tokens."""
         start, end = (
             ids if max(ids, default=0) < vocabulary_size else ()
             for ids in (self.start_token_ids, self.end_token_ids)
@@ -43,8 +43,8 @@ class ReplyReasoning:
 class ReasoningCounter:
     """Counts the tokens of one output that lie within reasoning.
 
-    It reads the output as ReplySplitter does, but checks no calls. A token lies where its first character
-    does. If text of earlier tokens comes with it, its last character counts.
+    It reads the output as ReplySplitter does, but checks no calls. A token counts as reasoning if its first
+    character is. If it arrives with text of earlier tokens, its last character decides.
     """
 
     def __init__(self, reasoning: ReplyReasoning) -> None:
@@ -67,11 +67,11 @@ class ReasoningCounter:
 
     @property
     def token_count(self) -> int:
-        """Tokens of reasoning so far; those that may become a marker count until they are one."""
+        """Tokens of reasoning so far, including those that may still turn out to be a marker."""
         return self._count + (len(self._pending) if self.is_open else 0)
 
     def push(self, text: str) -> None:
-        """Take one more token with the text that became certain with it, which may be empty."""
+        """Take one more token and the text that it made certain, which may be empty."""
         shares_text = self._length in self._pending[-1:]  # with the token before
         self._pending.append(self._length + max(0, len(text) - 1) if shares_text else self._length)
         spans = self.read(text)
@@ -93,6 +93,6 @@ class ReasoningCounter:
         """Ignore text of the answer."""
 
     def add_reasoning(self, text: str) -> None:
-        """Take a span of reasoning, which is the text that was read last."""
+        """Take a span of reasoning: the text that was read last."""
         end = self._source.read_length
         self._spans.append(range(end - len(text), end))

@@ -1,11 +1,11 @@
-"""Reply memory: the tokens of earlier prompts and their replies, found by the conversation up to a reply.
+"""Reply memory: the tokens of earlier prompts and their replies, looked up by the conversation.
 
-A reply is known by everything before it and by what it says, not by a session: forks, sub-agents and answers
-that were asked for again each find their own. The tenant is part of its name, so nobody finds another's.
+A reply's key is a hash of everything before it and of what it says, not of a session, so forks, sub-agents
+and regenerated answers each find their own. The tenant is part of the key, so nobody finds another's replies.
 
-Used by tokenizer threads, which do all digesting; `remember` is for the event loop and only takes a note.
-A reply's tokens begin with those of the reply before it, so only what is new is kept. The least recently used
-ones are dropped, a reply always after those that build on it.
+Tokenizer threads use it and do all hashing; `remember` is for the event loop and only takes a note. A reply's
+tokens begin with those of the reply before it, so only the new ones are kept. The least recently used replies
+are dropped first, but a reply always after those that build on it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from icehouse_server.text.chat.kept_reply import KeptReply
 from icehouse_server.text.values.literals import uniform
 
 ENTRY_LIMIT = 16_384
-"""Replies that are kept at most, however short they are."""
+"""Most replies that are kept, however short they are."""
 ENTRY_BYTES = 512
-"""What a reply counts beside its tokens: names, links and Python's objects."""
+"""What a reply counts for besides its tokens: keys, links and Python objects."""
 _TOKEN_BYTES = 4
 _NOTE_LIMIT = 256
-"""Ended replies that wait for the next prompt; of more the oldest are forgotten."""
+"""Most finished replies that wait for the next prompt; beyond that the oldest are forgotten."""
 _GENERATED, _SENT = b"generated", b"sent"
 
 _Key = bytes
@@ -40,25 +40,25 @@ _Key = bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyScope:
-    """Whose replies they are, and of which model."""
+    """The tenant, model and adapter that replies belong to."""
 
     model: str
-    """Names the model with its weights and its template."""
+    """Identifies the model, with its weights and its template."""
     tenant: Tenant
     adapter: AdapterName
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyPlace:
-    """Where a conversation's reply belongs, and what is known of the conversation."""
+    """Where a conversation's reply belongs, and the last earlier reply that is known."""
 
     tenant: Tenant
     key: _Key
-    """Stands for everything before the reply."""
+    """A hash of everything before the reply."""
     known: _Key | None = None
-    """The last earlier reply that is known."""
+    """The key of the last known earlier reply."""
     kept: KeptReply | None = None
-    """The same reply, for the prompt."""
+    """The tokens of that earlier reply, for the prompt."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,7 +68,7 @@ class _Entry:
     parent: _Key | None
     """The last known reply before it."""
     shares_parent: bool
-    """Whether its tokens begin with the parent's, which are not kept here again."""
+    """Whether its tokens begin with the parent's, which are then not stored again."""
     tokens: array.array[int]
     end_token_id: int | None
     reasoning: bytes
@@ -89,7 +89,7 @@ class _TenantReplies:
     size_bytes: int = 0
 
     def touch(self, key: _Key | None) -> None:
-        """Note that a reply is used, and after it those that it builds on: so they are dropped later."""
+        """Mark a reply as used, and then those that it builds on, so that these are dropped later."""
         while key is not None:
             self.entries.move_to_end(key)
             key = self.entries[key].parent
@@ -105,21 +105,21 @@ class _TenantReplies:
 
 
 class ReplyMemory:
-    """Bounded in bytes and in replies. Over a bound, the tenant with the most bytes loses its oldest."""
+    """Bounded in bytes and in replies. Over a bound, the tenant with most bytes loses its oldest reply."""
 
     def __init__(self, *, limit_bytes: int, entry_limit: int = ENTRY_LIMIT) -> None:
         self._limit_bytes = limit_bytes
         self._entry_limit = entry_limit
         self._lock = threading.Lock()
         self._notes: collections.deque[Callable[[], None]] = collections.deque(maxlen=_NOTE_LIMIT)
-        """Each adds a reply."""
+        """Functions that each add a reply."""
         self._tenants: dict[Tenant, _TenantReplies] = {}
         self._size_bytes = 0
         self._entry_count = 0
         self._found_total = 0
 
     def stats(self) -> ReplyStats:
-        """Return its counters. Any thread; what waits for the next prompt is not counted."""
+        """Return the counters, without replies that wait for the next prompt. Any thread."""
         return ReplyStats(self._entry_count, self._size_bytes, self._found_total)
 
     def forget_all(self) -> None:
@@ -136,16 +136,16 @@ class ReplyMemory:
         message: ChatMessage,
         end_token_id: int | None,
     ) -> None:
-        """Note a reply that the model ended itself, as its caller read it. Any thread; takes no time.
+        """Note a reply that the model ended itself, as its caller received it. Any thread; takes no time.
 
-        The message's `token_ids` are those that were drawn, without the one that ended it.
+        The message's `token_ids` are those that were drawn, without the end token.
         """
         self._notes.append(functools.partial(self._add, place, prompt_token_ids, message, end_token_id))
 
     def place(self, conversation: Conversation, scope: ReplyScope) -> ReplyPlace:
-        """Return the place of a conversation's reply, with the last earlier reply of it that is known.
+        """Return the place of a conversation's reply, with the last of its earlier replies that is known.
 
-        Its images, if any, were read.
+        The conversation's images, if any, must have been read.
         """
         key = _root_key(conversation, scope)
         images = conversation.image_texts
@@ -186,7 +186,7 @@ class ReplyMemory:
         key = _joined(place.key, next(_message_digests((message,), ())))
         parent = None if place.known is None else replies.entries.get(place.known)
         if place.known is None or parent is not None:
-            # If the reply that its name builds on was dropped meanwhile, nobody would find it.
+            # If the reply that its key builds on was dropped meanwhile, nobody would find it.
             token_ids = (*prompt_token_ids, *message.token_ids)
             earlier = replies.token_ids(place.known)
             shares_parent = parent is not None and token_ids[: len(earlier)] == earlier
@@ -223,16 +223,16 @@ class ReplyMemory:
 
 
 def _root_key(conversation: Conversation, scope: ReplyScope) -> _Key:
-    """Return what stands for all that comes before a conversation's messages."""
+    """Return a hash of everything before a conversation's messages."""
     tools = [[tool.name, tool.description, tool.parameters] for tool in conversation.tools]
     facts = [scope.model, scope.tenant, scope.adapter, conversation.template_arguments, tools]
     return _text_digest(json.dumps(facts))
 
 
 def _message_digests(messages: Iterable[ChatMessage], images: Iterable[tuple[str, str]]) -> Iterator[bytes]:
-    """Yield what each message says, without reasoning. Calls count by their place and not by their ids, which
-    clients replace; around an assistant's text spaces do not count. `images` are the texts and digests of
-    those of all messages."""
+    """Yield a digest of each message, without reasoning. Calls count by their position, not by their ids,
+    which clients replace. Spaces around an assistant's text do not count. `images` has the text and digest of
+    each image of all messages."""
     places: dict[str, int] = {}
     shown = iter(images)
     for message in messages:
@@ -251,9 +251,9 @@ def _message_digests(messages: Iterable[ChatMessage], images: Iterable[tuple[str
 
 
 def _arguments(call: ToolCall) -> str:
-    """Return a call's arguments in one of the ways to write them; text that is no JSON as it is.
+    """Return a call's arguments in canonical form; text that is not JSON is returned as it is.
 
-    Some clients send back what they understood: with `false` or `null` for what the model left out.
+    Some clients send back what they parsed, with `false` or `null` for what the model left out.
     """
     try:
         arguments = json.loads(call.arguments_json)

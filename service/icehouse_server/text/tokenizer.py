@@ -1,8 +1,8 @@
 """Tokenizer, without mlx: text and chats to token ids, token ids to text.
 
 Used by the small executor of `rpc` (encode, render), the inference thread (decode), and threads of the
-metrics port (the status page). All call the immutable Rust tokenizer directly if there is one, which any
-number of threads may use at once; the Python wrapper around it may not be shared.
+metrics port (the status page). If there is an immutable Rust tokenizer, all call it directly: any number of
+threads may use it at once. The Python wrapper around it must not be shared.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 _UNINTERRUPTED_LENGTH = 4096
 """Characters that are tokenized in about a millisecond."""
 _LETTER = "a"
-"""A text that every vocabulary can encode; tokens before its own begin each prompt."""
+"""A text that every vocabulary can encode; the tokens that come before its own begin every prompt."""
 _MERGES = '"merges":['
-"""How tokenizer.json begins its list of merges; inside a string of it the quotes would be escaped."""
+"""How tokenizer.json begins its list of merges; inside a JSON string these quotes would be escaped."""
 
 
 class Tokenizer:
@@ -41,8 +41,8 @@ class Tokenizer:
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
         self._fast = getattr(wrapper, "backend_tokenizer", None)
-        # The slow path shares Python state between callers, and so may a template that is Python. One that is
-        # Jinja does not, and must not make a short conversation wait for a long one.
+        # The slow path shares Python state between callers, and so may a template written in Python. A Jinja
+        # template does not, so it takes no lock: a short conversation must not wait for a long one.
         self._wrapper_lock = threading.RLock()
         is_jinja = self._fast is not None and getattr(wrapper, "_chat_template", None) is None
         self._template_lock = contextlib.nullcontext() if is_jinja else self._wrapper_lock
@@ -66,8 +66,8 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an output, from generation_config.json, config.json and the tokenizer; those of
-        encoders have none."""
+        """Tokens that end an output, from generation_config.json, config.json and the tokenizer; encoders
+        have none."""
         return tuple(sorted(int(i) for i in self._wrapper.eos_token_ids if i is not None))
 
     @property
@@ -81,12 +81,12 @@ class Tokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of token ids the tokenizer knows; the model's own table may be larger."""
+        """How many token ids the tokenizer knows; the model's embedding table may be larger."""
         return len(self._wrapper)
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
-        """Bytes of the vocabulary's longest entry as it is spelled there: at least those of its text."""
+        """Bytes of the vocabulary's longest entry as spelled there: an upper bound of its text's bytes."""
         return max(len(spelling.encode("utf-8", "replace")) for spelling in self._wrapper.get_vocab())
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class Tokenizer:
         return infill_format_of(self._wrapper.get_vocab(), encode=self.spell, start=tuple(text[:start]))
 
     def normalized(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[PromptChange, ...]]:
-        """Return a prompt that somebody else has rendered, without what is volatile, and what was changed."""
+        """Return a prompt that a gateway has rendered, without its billing line, and what was changed."""
         return normalized_tokens(
             token_ids,
             encode=self.spell,
@@ -109,9 +109,9 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Return the token ids of two texts, parted and surrounded as the model was trained to see pairs."""
+        """Return the token ids of two texts, with the special tokens that the model expects around pairs."""
         if self._fast is not None:
-            # As `_encoding`: in a batch of one, so that others run meanwhile.
+            # As in `_encoding`: a batch of one, so that other threads run meanwhile.
             [encoding] = self._fast.encode_batch([(first, second)])
             return list(encoding.ids)
         with self._wrapper_lock:
@@ -122,9 +122,9 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def render_infill(self, *, prefix: str, suffix: str) -> InfillTokens:
-        """Return the prompt of a gap between two texts.
+        """Return the prompt for the gap between two texts.
 
-        Raises InvalidRequest when the vocabulary has no tokens for one.
+        Raises InvalidRequest if the vocabulary has no infill tokens.
         """
         if self._infill is None:
             raise InvalidRequest(
@@ -135,9 +135,9 @@ class Tokenizer:
         return self._infill.tokens(prefix=prefix, suffix=suffix)
 
     def render_chat(self, conversation: Conversation, kept: KeptReply | None = None) -> RenderedChat:
-        """Return the prompt of a conversation, which begins with the tokens of `kept` where that is possible.
+        """Return the prompt of a conversation. It begins with the tokens of `kept` if that is possible.
 
-        Raises InvalidRequest when the model's chat template refuses.
+        Raises InvalidRequest if the model's chat template refuses.
         """
         assert self.has_chat_template, "a chat is refused before where there is none"
         with self._template_lock:
@@ -146,7 +146,7 @@ class Tokenizer:
     def reply_splitter(
         self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
     ) -> ReplySplitter | None:
-        """Return what splits this conversation's reply into parts; None where it is text alone."""
+        """Return what splits this conversation's reply into parts; None if the reply is only text."""
         has_tools = conversation.reads_tool_calls and self._format.marks_calls
         if not (has_tools or self._format.marks_reasoning or self._format.is_always_read):
             return None
@@ -159,7 +159,7 @@ class Tokenizer:
         )
 
     def reply_reasoning(self, conversation: Conversation, rendered: RenderedChat) -> ReplyReasoning | None:
-        """Return how this conversation's reply marks reasoning; None where the model does not."""
+        """Return how this conversation's reply marks reasoning; None if the model does not."""
         format = self._format
         if not (format.marks_reasoning or format.is_always_read):
             return None
@@ -177,11 +177,11 @@ class Tokenizer:
         return self._format.hides(reads_calls=conversation.reads_tool_calls)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, without special tokens, bytes that are no UTF-8 as U+FFFD."""
+        """Return the text of `token_ids` without special tokens; invalid UTF-8 becomes U+FFFD."""
         return self._decode(token_ids, hides_special_tokens=True)
 
     def decode_with_markers(self, token_ids: Sequence[int]) -> str:
-        """As `decode`, hiding only those special tokens that begin, end or pad a text."""
+        """As `decode`, but hide only the special tokens that begin, end or pad a text."""
         shown = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
         return self._decode_all(shown)
 
@@ -191,8 +191,7 @@ class Tokenizer:
     def vocabulary_json(self) -> str | None:
         """Return the vocabulary as tokenizer.json writes it, without the merges; None for a slow tokenizer.
 
-        Merges matter for encoding only, and were three quarters of what reading 262,144 tokens took in
-        memory.
+        Only encoding needs the merges, and they took three quarters of the memory to read 262,144 tokens.
         """
         if self._fast is None:
             return None
@@ -208,11 +207,11 @@ class Tokenizer:
         with self._wrapper_lock:
             try:
                 return str(self._wrapper.convert_ids_to_tokens(token_id) or "")
-            except Exception:  # of an id that is unknown to it, each kind raises something else
+            except Exception:  # each kind of tokenizer raises something else for an unknown id
                 return ""
 
     def _turn_marks(self, special: Collection[str]) -> re.Pattern[str]:
-        """Return a pattern of the special tokens that are no part of a reply."""
+        """Return a pattern that matches the special tokens that are never part of a reply."""
         format = self._format
         family = format.family
         own = {*family.call_markers, *family.dropped, format.think_start, format.think_end}
@@ -221,7 +220,7 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
     def _marker(self, text: str) -> tuple[int, ...]:
-        """Return the tokens that spell exactly a marker; none where that is not possible."""
+        """Return the tokens that spell exactly this marker; none if that is not possible."""
         token_ids = tuple(self.spell(text)) if text else ()
         return token_ids if self.decode_with_markers(token_ids) == text else ()
 
@@ -232,7 +231,7 @@ class Tokenizer:
             try:
                 return str(self._wrapper.decode(list(token_ids), skip_special_tokens=hides_special_tokens))
             except Exception:
-                # The model's table may be larger than the vocabulary: passed over, as a fast tokenizer does.
+                # The embedding table may be larger than the vocabulary. Fast tokenizers skip such ids too.
                 known = [token_id for token_id in token_ids if self.piece(token_id)]
                 if len(known) == len(token_ids):
                     raise
@@ -248,13 +247,13 @@ class Tokenizer:
         assert self._fast is not None, "a slow tokenizer has no encodings"
         if len(text) <= _UNINTERRUPTED_LENGTH:
             return self._fast.encode(text, add_special_tokens=add_special_tokens)
-        # Only for batches does tokenizers (0.23) let go of Python's global lock: a text of 2 MB held it, and
-        # with it the event loop and the inference thread, for seconds.
+        # tokenizers (0.23) releases the GIL only for batches. Without a batch, a text of 2 MB held it for
+        # seconds, which blocked the event loop and the inference thread.
         [encoding] = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding
 
     def _common_tokens(self, texts: Sequence[str]) -> int:
-        """Return the length of the common beginning, up to a token's end in each text if tokens are known."""
+        """Return the length of the common prefix, cut at a token's end if a fast tokenizer gives offsets."""
         different = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
         common = next(different, min(map(len, texts)))
         if self._fast is None:
@@ -265,7 +264,7 @@ class Tokenizer:
 
 
 def _vocabulary_of(wrapper: Any) -> Vocabulary:
-    """Return what the tokenizer knows of markers."""
+    """Return the parts of the vocabulary in which markers are looked for."""
     added = wrapper.added_tokens_decoder.values()
     special = {*wrapper.all_special_tokens, *(token.content for token in added if token.special)}
     named = wrapper.init_kwargs.get("tool_parser_type")

@@ -1,7 +1,7 @@
-"""Tokenizer archive: a zip of the files a gateway needs to tokenize, render and prepare images as this server
-does, and a digest of the tokenizer's own files.
+"""Tokenizer archive: a zip of the files that a gateway needs to tokenize, render and prepare images as this
+server does, and a digest of the tokenizer's own files.
 
-The same folder gives the same bytes, so that a gateway sees by the digest that two workers agree.
+The same folder always gives the same bytes, so a gateway can compare two workers by the digest.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NAMES = frozenset(
     }
 )
 _IMAGE_NAMES = frozenset({"preprocessor_config.json", "processor_config.json"})
-"""Files of the image processor: gateways that prepare images need them, and no token depends on them."""
+"""Files of the image processor: gateways need them to prepare images, but no token depends on them."""
 _ENDINGS = frozenset({".jinja", ".model", ".tiktoken"})
 _DATE = (1980, 1, 1, 0, 0, 0)
-"""The earliest that a zip knows; the files' own would make every copy of a folder another archive."""
+"""The earliest date that a zip allows; with the files' own dates, each copy of a folder would differ."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def read_tokenizer_archive(folder: Path) -> TokenizerArchive:
 
 
 def tokenizer_digest_hex(folder: Path) -> str:
-    """Return the SHA-256 of the names and bytes of the tokenizer's files; raises ModelError as that does."""
+    """Return the SHA-256 of the names and bytes of the tokenizer's files; raises ModelError likewise."""
     digest = hashlib.sha256()
     try:
         for file in _files(folder, _NAMES):

@@ -1,7 +1,7 @@
-"""Image decoder: encoded bytes to pixels, with Pillow. What is too large is refused by its header.
+"""Image decoder: encoded bytes to pixels, with Pillow. Images that are too large are refused by their header.
 
 The bytes show the format; the sender's media type does not count. A photo larger than a model can use is
-scaled down: a JPEG while it is decoded, so that most of its pixels never exist; another image afterwards.
+scaled down: a JPEG while it is decoded, so that most of its pixels never exist, other formats afterwards.
 Pillow comes with the optional extra `vision`. Any thread.
 """
 
@@ -21,16 +21,16 @@ _OTHER_FORMATS: Final = ("PNG", "WEBP", "GIF")
 PIXEL_LIMIT: Final = 89_478_485
 """Pillow's own limit for images that are decoded whole; beyond it Pillow warns or refuses."""
 _DECODED_FACTOR: Final = 4
-"""Pixels that may be decoded, as a multiple of those that are kept."""
+"""Most pixels that are decoded, as a multiple of those that are kept."""
 _JPEG_FACTOR: Final = 16
-"""Pixels that a JPEG may have, as a multiple of those that are kept. A decoder halves its sides once or twice
-as it goes, so that what is decoded stays within the factor above."""
+"""Most pixels of a JPEG, as a multiple of those that are kept. The decoder halves its sides once or twice as
+it goes, so the decoded pixels stay within the factor above."""
 _DECODED_BYTES: Final = 8
-"""Memory of a decoded pixel: four bytes in Pillow's image, and the same as RGB."""
+"""Memory of a decoded pixel: four bytes in Pillow's image, and four more as RGB."""
 _DECODED_WEBP_BYTES: Final = 20
-"""The same for WebP: libwebp's canvas and its output come to that (measured, Pillow 12, Linux)."""
+"""The same for WebP: libwebp's canvas and its output take this much (measured, Pillow 12, Linux)."""
 _KEPT_BYTES: Final = 4
-"""Further memory of a kept pixel, while the image is scaled or turned upright."""
+"""Additional memory of a kept pixel while the image is scaled or turned upright."""
 _SHOWN_LENGTH: Final = 80
 """Characters of a media type that a refusal quotes."""
 
@@ -39,10 +39,10 @@ JPEG_START: Final = b"\xff\xd8\xff"
 _SEQUENTIAL: Final = frozenset({0xC0, 0xC1})
 """Frames of baseline and extended sequential pictures in Huffman codes."""
 _SEGMENTS: Final = _SEQUENTIAL | {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
-"""Segments with a length that may stand before the scan. Decoders skip others too, each in its own way."""
+"""Segments with a length that may come before the scan. Decoders skip others too, each in its own way."""
 _SCAN: Final = 0xDA
 _COUNT_OFFSET: Final = 9
-"""From a frame's marker to the number of its components; a scan has it at 4."""
+"""From a frame's marker to the number of its components; in a scan that is at 4."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,22 +51,22 @@ class ImageLimits:
 
     image_count: int
     size_bytes: int
-    """Encoded, of one image."""
+    """Encoded bytes of one image."""
     pixel_count: int
-    """Width times height that are kept of one image; a larger one is scaled down to it."""
+    """Pixels (width times height) that are kept of one image; a larger one is scaled down to this."""
     prepared_bytes: int
-    """Of all images of a request, as the model takes them, and of one while it is decoded."""
+    """Bytes of all images of a request as the model takes them, and of one image while it is decoded."""
 
 
 def decode_image(source: ImageSource, limits: ImageLimits) -> Image.Image:
     """Return the image upright, in RGB and within the limit; raises InvalidRequest, which names its part of
     the request.
 
-    Format, size and animation are read from the header, so that what is too large is never decoded.
+    Format, size and animation are read from the header, so an image that is too large is never decoded.
     """
     image = _opened(source, limits)
     try:
-        # A GIF's second frame is read only now.
+        # Only this reads a GIF's second frame.
         if not getattr(image, "is_animated", False):
             return _decoded(image, limits)
     except Exception as error:  # Pillow's decoders may raise anything
@@ -75,13 +75,13 @@ def decode_image(source: ImageSource, limits: ImageLimits) -> Image.Image:
 
 
 def decoding_bytes(source: ImageSource, limits: ImageLimits) -> int:
-    """Return the memory that decoding an image takes, by its header; raises InvalidRequest as decoding does,
-    and for more than a request is ever given."""
+    """Return the bytes that decoding an image takes, according to its header. Raises InvalidRequest as
+    decoding does, and if that is more than a request may take."""
     image = _opened(source, limits)
     width, height = image.size
     target = scaled_size(image.size, limits)
     if is_read_in_one_scan(source.data):
-        # Most pixels of a large one never exist. A progressive JPEG holds all of them at any scale.
+        # Most pixels of a large JPEG never exist, but a progressive one holds all of them at any scale.
         image.draft(None, target)
     pixel_bytes = _DECODED_WEBP_BYTES if image.format == "WEBP" else _DECODED_BYTES
     size_bytes = pixel_bytes * math.prod(image.size) + _KEPT_BYTES * math.prod(target)
@@ -97,7 +97,7 @@ def decoding_bytes(source: ImageSource, limits: ImageLimits) -> int:
 
 
 def scaled_size(size: tuple[int, int], limits: ImageLimits) -> tuple[int, int]:
-    """Return the width and height after scaling down; the same for an image that is small enough."""
+    """Return the width and height after scaling down; unchanged if the image is small enough."""
     width, height = size
     if width * height <= limits.pixel_count:
         return size
@@ -110,7 +110,7 @@ def scaled_size(size: tuple[int, int], limits: ImageLimits) -> tuple[int, int]:
 def _decoded(image: Image.Image, limits: ImageLimits) -> Image.Image:
     target = scaled_size(image.size, limits)
     if target != image.size:
-        # The mode stays; only a JPEG knows sizes of its own.
+        # The mode stays; only a JPEG can be decoded at a smaller size.
         image.draft(None, target)
     image.load()
     rgb = image if image.mode == "RGB" else image.convert("RGB")
@@ -121,7 +121,7 @@ def _decoded(image: Image.Image, limits: ImageLimits) -> Image.Image:
 
 
 def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
-    """Read the header of an image; refuse one that would take too much memory while it is decoded."""
+    """Read the header of an image; refuse one that would take too much memory to decode."""
     size = len(source.data)
     if size > limits.size_bytes:
         raise _invalid(
@@ -144,14 +144,14 @@ def _with_header(source: ImageSource) -> Image.Image:
     file = io.BytesIO(source.data)
     try:
         if source.data.startswith(JPEG_START):
-            # Not by Image.open, for which a phone's photo with a second picture behind it is an animation,
-            # and whose bound is for what is decoded whole.
+            # Not Image.open: it takes a phone's photo with a second picture in it for an animation, and its
+            # limit is for images that are decoded whole.
             return JpegImagePlugin.JpegImageFile(file)
         return Image.open(file, formats=_OTHER_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_many_pixels(source, f"more than {PIXEL_LIMIT}", limit=PIXEL_LIMIT) from error
     except Exception as error:  # as above
-        # The sender's media type hints at what the image really is.
+        # The sender's media type may explain what the image really is.
         hint = f" (it is called {source.media_type[:_SHOWN_LENGTH]!r})" if source.media_type else ""
         raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{hint}{_detail(source, error)}") from error
 
@@ -173,23 +173,23 @@ def _invalid(source: ImageSource, complaint: str, **facts: object) -> InvalidReq
 
 
 def _detail(source: ImageSource, error: Exception) -> str:
-    """Return the decoder's message. It may quote the file, so it is left out for an image from a URI."""
-    if source.uri or isinstance(error, UnidentifiedImageError):  # whose message names an object in memory
+    """Return the decoder's message. It may quote the file, so it is omitted for an image from a URI."""
+    if source.uri or isinstance(error, UnidentifiedImageError):  # its message names an object in memory
         return ""
     return f": {words_of(error)}"
 
 
 def words_of(error: Exception) -> str:
-    """Return the message of somebody else's error, on one line and cut."""
+    """Return the message of a foreign error, on one line and shortened."""
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def is_read_in_one_scan(data: bytes) -> bool:
-    """Return whether the first scan of a JPEG has all of a sequential picture; False for an odd header too.
+    """Return whether the first scan of a JPEG has all of a sequential picture; also False for an odd header.
 
-    Then a decoder can drop pixels as it goes. A progressive file, or one whose colours come one after the
-    other, is decoded from coefficients that are held for all of the picture (ITU-T T.81, B.2), whatever scale
-    is wanted: a small file may claim gigabytes so.
+    If so, a decoder can drop pixels as it goes. For a progressive file, or one whose colours come one after
+    the other, it holds coefficients of the whole picture (ITU-T T.81, B.2) at any scale: a small file may
+    claim gigabytes that way.
     """
     at, component_count = 2, None
     while at + _COUNT_OFFSET < len(data) and data[at] == 0xFF:

@@ -1,4 +1,4 @@
-"""Image reader of one model: from callers' images to the model's inputs. Any thread."""
+"""Image reader of one model: turns callers' images into the model's inputs. Any thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ImageReader:
     image_token_id: int
 
     def open(self, sources: Sequence[ImageSource]) -> PromptImages:
-        """Read the headers of a prompt's images; raises InvalidRequest, which names the one at fault."""
+        """Read the headers of a prompt's images; raises InvalidRequest, which names the faulty one."""
         limit = self.limits.image_count
         if len(sources) > limit:
             raise InvalidRequest(
@@ -56,7 +56,7 @@ class PromptImages:
         self._prepared: list[PreparedImage] = []
         self._size_bytes = 0
         self.pixel_bytes = tuple(decoding_bytes(source, reader.limits) for source in sources)
-        """Bytes of memory that decoding each image takes, by its header."""
+        """Bytes of memory that decoding each image will take, according to its header."""
 
     def read_next(self) -> int:
         """Decode and prepare the next image and return the bytes of its tensors; raises InvalidRequest, which
@@ -86,7 +86,7 @@ class PromptImages:
         )
 
     def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
-        """Return where the images are in a prompt's tokens; raises InvalidRequest where texts have marks."""
+        """Return where the images are in a prompt's tokens; raises InvalidRequest if texts contain marks."""
         images = [each.image for each in self._prepared]
         return spans_of(token_ids, images, image_token_id=self._reader.image_token_id)
 
@@ -94,7 +94,7 @@ class PromptImages:
         image = decode_image(source, self._reader.limits)
         try:
             return self._reader.processor.prepare(image, source.detail)
-        except Exception as error:  # a processor raises what it likes for a shape that it cannot take
+        except Exception as error:  # a processor may raise anything for a shape that it cannot take
             width, height = image.size
             raise InvalidRequest(
                 Reason.IMAGE_INVALID,
@@ -108,10 +108,10 @@ class PromptImages:
 def spans_of(
     token_ids: Sequence[int], images: Sequence[ImageInput], *, image_token_id: int
 ) -> tuple[ImageSpan, ...]:
-    """Return where images stand in a prompt, each from its first image token to its last.
+    """Return where images are in a prompt, each from its first image token to its last.
 
-    Raises InvalidRequest when the prompt has more or fewer such tokens: somebody wrote them as text; and what
-    `_check_end` does.
+    Raises InvalidRequest if the prompt has more or fewer such tokens, since then somebody wrote them as text,
+    or if `_check_end` does.
     """
     positions = np.flatnonzero(np.asarray(token_ids) == image_token_id)
     wanted = sum(image.feature_count for image in images)
@@ -133,7 +133,7 @@ def spans_of(
 
 
 def _check_end(spans: Sequence[ImageSpan], *, token_count: int, reason: Reason, field: str) -> None:
-    """Refuse a prompt that ends in an image which must run in one pass: a prompt's last token runs alone."""
+    """Refuse a prompt that ends in an image that must run in one pass: a prompt's last token runs alone."""
     if spans and spans[-1].image.is_seen_whole and spans[-1].end_token_index == token_count:
         raise InvalidRequest(
             reason,

@@ -1,7 +1,7 @@
-"""Image processor of one model: decoded images to tensors and to the text that stands for them.
+"""Image processor of one model: turns decoded images into tensors, and into the text that stands for them.
 
-The tensors are made by transformers' processors for Pillow and numpy, and for LFM2-VL by mlx-vlm's, so torch
-is not needed. They identify the image: two files with equal pixels are one. Any thread.
+transformers' processors for Pillow and numpy make the tensors, and mlx-vlm's for LFM2-VL, so torch is not
+needed. The tensors identify the image: two files with equal pixels are the same image. Any thread.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _GRID_TYPES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 _VIEW_TYPES: Final = frozenset({"lfm2_vl", "lfm2-vl"})
 _ROW_TYPES: Final = frozenset({"pixtral", "mistral3"})
 _DEFAULT_TILE_TOKENS: Final = 169
-"""`image_seq_len` of SmolVLM's processor where the model's folder does not say."""
+"""`image_seq_len` of SmolVLM's processor if the model's folder does not say."""
 _LOW_TOKENS: Final = 256
-"""Most tokens of an image at low detail, which are about 450 x 450 pixels."""
+"""Most tokens of an image at low detail: about 450 x 450 pixels."""
 _DEFAULT_WHOLE_TOKENS: Final = 256
 """`image_seq_length` of Gemma 3's processor, likewise."""
 _EMPTY_TILE: Final = "has a tile of zeros, which the model's code takes for none at all"
-"""The model drops such tiles; it fails where none is left or there are tokens for more of them."""
+"""The model drops such tiles, and fails if none is left or the prompt has tokens for more of them."""
 _CHANNELS: Final = 3
 _DEFAULT_PATCH_SIZE: Final = 14
 _DEFAULT_IMAGE_SIZE: Final = 336
 _DEFAULT_MERGE_SIZE: Final = 2
-"""Of Pixtral's tower and Mistral 3 where config.json does not say, as mlx-vlm builds them."""
+"""Defaults of Pixtral's tower and Mistral 3 if config.json does not say, as in mlx-vlm."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class PreparedImage:
 
 
 class ImageProcessor:
-    """Processor of one model. `inner` is that of transformers; digests depend on `fingerprint` as well.
-    `token_count` is that of each image or tile, where all have as many."""
+    """Processor of one model. `inner` is transformers' processor; digests depend on `fingerprint` too.
+    `token_count` is the number of tokens of each image or tile, if it is the same for all."""
 
     mark = "<image>"
-    """What the chat template writes for an image; its tokens are spelled the same."""
+    """What the chat template writes for an image; the image's tokens are spelled the same."""
 
     def __init__(self, inner: Any, fingerprint: bytes, *, token_count: int = 0) -> None:
         self._inner = inner
@@ -67,13 +67,13 @@ class ImageProcessor:
         self._token_count = token_count
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
-        """Return the tensors and the text of one image. Raises whatever transformers raises for an image that
-        it cannot prepare."""
+        """Return the tensors and the text of one image. Raises whatever the inner processor raises for an
+        image that it cannot prepare."""
         raise NotImplementedError
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
-        """Return images that a gateway has prepared: for equal tensors the same that `prepare` returns.
-        Raises InvalidRequest for tensors that do not fit the model, or not the tokens in the prompt."""
+        """Return images that a gateway has prepared; equal tensors give the same image as from `prepare`.
+        Raises InvalidRequest for tensors that do not fit the model or the prompt's tokens."""
         raise NotImplementedError
 
     def _input(
@@ -84,14 +84,14 @@ class ImageProcessor:
         is_seen_whole: bool = False,
         **arrays: npt.NDArray[Any],
     ) -> ImageInput:
-        """Return an image of these arrays, which are named as the model's code names them."""
+        """Return an image of these arrays, which have the names that the model's code gives them."""
         tensors = tuple(_host(name, array) for name, array in arrays.items())
         digest = image_digest(self._fingerprint, tensors)
         return ImageInput(digest, tensors, feature_count, grid, is_seen_whole)
 
 
 def open_processor(path: Path, model_type: str) -> ImageProcessor:
-    """Read the processor of a model's folder. Raises ModelError when there is none to read."""
+    """Read the processor of a model's folder. Raises ModelError if it cannot be loaded."""
     try:
         configs = [_read(path / name) for name in _CONFIGS]
         if model_type in _VIEW_TYPES:
@@ -122,20 +122,20 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
 
 
 class TileProcessor(ImageProcessor):
-    """SmolVLM and Idefics3: an image is tiles of equally many tokens, with the whole image behind them."""
+    """SmolVLM and Idefics3: an image is tiles with equally many tokens, then the whole image."""
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         cut = {"do_image_splitting": False} if detail is ImageDetail.LOW else {}
         made = self._inner([[image]], return_row_col_info=True, **cut)
         rows, columns = made["rows"][0][0], made["cols"][0][0]
-        # The mask comes as integers of eight bytes, and is more than the pixels then.
+        # The mask comes as 8-byte integers, which take more memory than the pixels.
         mask = np.asarray(made["pixel_attention_mask"], dtype=bool)
         if _has_empty_tile(made[PIXELS]):
             raise ValueError(_EMPTY_TILE)
         return PreparedImage(self._image(mask, made[PIXELS]), self._text(rows, columns))
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
-        """Take [images, tiles, 3, side, side], of an image of fewer tiles than others the first ones."""
+        """Take [images, tiles, 3, side, side]; an image with fewer tiles than others has them first."""
         sent.expect(PIXELS, optional=("pixel_attention_mask",))
         side = int(self._inner.max_image_size["longest_edge"])
         shape = sent.shape(PIXELS, sent.count, None, _CHANNELS, side, side)
@@ -163,7 +163,7 @@ class TileProcessor(ImageProcessor):
         return self._input(count, pixel_attention_mask=mask, pixel_values=pixels)
 
     def _text(self, row_count: int, column_count: int) -> str:
-        """As mlx-vlm and transformers write it: the tiles row by row, then the whole."""
+        """As mlx-vlm and transformers write it: the tiles row by row, then the whole image."""
         border, tokens = "<fake_token_around_image>", self.mark * self._token_count
         text = ""
         for row in range(1, row_count + 1):
@@ -183,7 +183,7 @@ class GridProcessor(ImageProcessor):
         return PreparedImage(image_input, self.mark * image_input.feature_count)
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
-        """Take [patches of all images, values], and of each image frames, rows and columns of patches."""
+        """Take [patches of all images, values], and each image's frames, rows and columns of patches."""
         sent.expect(PIXELS, "image_grid_thw", optional=("patches_per_image",))
         grids = sent.integers("image_grid_thw", sent.count, 3)
         side, patch = int(self._inner.merge_size), int(self._inner.patch_size)
@@ -212,7 +212,7 @@ class GridProcessor(ImageProcessor):
         return self._input(math.prod(grid), grid=grid, image_grid_thw=grids, pixel_values=pixels)
 
     def _size(self, detail: ImageDetail) -> Mapping[str, Any]:
-        """Return the size that replaces the processor's own, in pixels of the whole image."""
+        """Return the size that replaces the processor's own: the fewest and most pixels of an image."""
         if detail is not ImageDetail.LOW:
             return {}
         size = self._inner.size
@@ -227,7 +227,7 @@ class WholeProcessor(ImageProcessor):
     mark = "<start_of_image>"
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
-        """Return the same at every level: there is one size."""
+        """Return the same at every level of detail: there is only one size."""
         image_input = self._image(self._inner([image])[PIXELS])
         tokens = "<image_soft_token>" * self._token_count
         return PreparedImage(image_input, f"\n\n{self.mark}{tokens}<end_of_image>\n\n")
@@ -247,12 +247,12 @@ class WholeProcessor(ImageProcessor):
 
 
 class ViewProcessor(ImageProcessor):
-    """LFM2-VL: a large image is tiles and the whole image, a small one the whole alone."""
+    """LFM2-VL: a large image is tiles and then the whole image, a small one only the whole image."""
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         made = self._inner([image], return_tensors="np", do_image_splitting=detail is not ImageDetail.LOW)
         shapes, limit = made["spatial_shapes"], self._inner.max_num_patches
-        # What is too narrow would be cut without a word.
+        # The processor would silently cut an image that is too narrow.
         if (patch_count := shapes.prod(axis=1).max()) > limit:
             raise ValueError(f"it is scaled to {patch_count} patches; a view has {limit} at most")
         tiles = [
@@ -262,7 +262,7 @@ class ViewProcessor(ImageProcessor):
         return PreparedImage(image_input, self._text(tiles, self._counts(shapes)))
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
-        """Take [views of all images, patches, values], and of each view rows and columns of patches."""
+        """Take [views of all images, patches, values], and each view's rows and columns of patches."""
         limit, size, side = (
             int(getattr(self._inner, name))
             for name in ("max_num_patches", "encoder_patch_size", "downsample_factor")
@@ -295,7 +295,7 @@ class ViewProcessor(ImageProcessor):
         return self._input(count, pixel_attention_mask=mask, pixel_values=patches, spatial_shapes=shapes)
 
     def _counts(self, shapes: npt.NDArray[np.int32]) -> list[int]:
-        """Return how many tokens each view is."""
+        """Return how many tokens each view has."""
         side = self._inner.downsample_factor
         return [-(-rows // side) * -(-columns // side) for rows, columns in shapes.tolist()]
 
@@ -310,10 +310,10 @@ class ViewProcessor(ImageProcessor):
 
 
 def _view_processor(preprocessor: Mapping[str, Any], processor: Mapping[str, Any]) -> Any:
-    """Return mlx-vlm's processor by both files of a folder; the second one counts where they differ.
+    """Return mlx-vlm's processor from both files of a folder; where they differ, the second one counts.
 
-    Transformers has it for torch alone. How images are cut is not the folder's to say: folders for MLX have
-    other numbers than the models were trained with, and mlx-vlm passes over these.
+    Transformers has it only for torch. The folder does not decide how images are cut: folders for MLX have
+    other numbers than the models were trained with, and mlx-vlm ignores them.
     """
     from mlx_vlm.models.lfm2_vl import processing_lfm2_vl as mlx_vlm
 
@@ -325,22 +325,22 @@ def _view_processor(preprocessor: Mapping[str, Any], processor: Mapping[str, Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowSettings:
-    """What a folder says of images whose tokens stand in rows."""
+    """What a folder says about images whose tokens come in rows."""
 
     patch_size: int
-    """Pixels of a patch's side."""
+    """Side of a patch, in pixels."""
     merge_size: int
-    """Patches of a token's side."""
+    """Side of a token, in patches."""
     image_size: int
-    """Pixels of the longest side for which the tower has positions."""
+    """Longest side for which the tower has positions, in pixels."""
     mark: str
     row_break: str
-    """Between two rows."""
+    """The text between two rows."""
     end: str
 
     @classmethod
     def of(cls, model: Mapping[str, Any], processor: Mapping[str, Any]) -> Self:
-        """Read config.json, whose sizes are the tower's, and processor_config.json."""
+        """Read config.json, for the tower's sizes, and processor_config.json."""
         tower = model.get("vision_config") or {}
         merges = model.get("model_type") == "mistral3"
         return cls(
@@ -354,17 +354,17 @@ class RowSettings:
 
     @property
     def token_size(self) -> int:
-        """Pixels of a token's side."""
+        """Side of a token, in pixels."""
         return self.patch_size * self.merge_size
 
     @property
     def size_limit(self) -> int:
-        """Pixels of the longest side that the tower takes."""
+        """Longest side that the tower takes, in pixels."""
         return self.image_size // self.patch_size * self.patch_size
 
 
 class RowProcessor(ImageProcessor):
-    """Pixtral and Mistral 3: an image keeps its shape and becomes rows of tokens, with a token of text behind
+    """Pixtral and Mistral 3: an image keeps its shape and becomes rows of tokens, with a text token after
     each row."""
 
     def __init__(self, inner: Any, fingerprint: bytes, settings: RowSettings) -> None:
@@ -390,7 +390,7 @@ class RowProcessor(ImageProcessor):
         return PreparedImage(self._image(sizes, made[PIXELS]), text)
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
-        """Take [images, 3, height, width]; `image_sizes` says how much each image fills, by default all."""
+        """Take [images, 3, height, width]; `image_sizes` says how much each image fills, all by default."""
         settings = self._settings
         sent.expect(PIXELS, optional=("image_sizes",))
         _, _, height, width = sent.shape(PIXELS, sent.count, _CHANNELS, None, None)
@@ -420,8 +420,8 @@ class RowProcessor(ImageProcessor):
         return self._input(height * width, image_sizes=sizes, pixel_values=pixels)
 
     def _low_size(self, image: Image.Image, unit: int) -> Mapping[str, Any]:
-        """Return the size that replaces the processor's own: the longest side, in pixels, that comes to few
-        enough tokens of `unit` x `unit` pixels."""
+        """Return the size that replaces the processor's own: the longest side, in pixels, with which the
+        image has at most _LOW_TOKENS tokens of `unit` x `unit` pixels."""
         long, short = max(image.size), min(image.size)
         if -(-long // unit) * -(-short // unit) <= _LOW_TOKENS:
             return {}
@@ -434,7 +434,7 @@ class RowProcessor(ImageProcessor):
 
 
 def _has_empty_tile(tiles: Pixels) -> bool:
-    """Whether a tile of [..., 3, side, side] is all zeros, or numbers that a device may take for such."""
+    """Whether a tile of [..., 3, side, side] is all zeros, or numbers that a device may flush to zero."""
     axes, least = (-3, -2, -1), np.finfo(np.float32).tiny
     return not ((tiles.max(axes) >= least) | (tiles.min(axes) <= -least)).all()
 

@@ -1,7 +1,6 @@
-"""Sent tensors: images that a gateway has prepared, checked against the prompt and the model before use. Any
-thread.
+"""Sent tensors: images that a gateway has prepared, checked against prompt and model before use. Any thread.
 
-Nothing else that the sender reports of an image is trusted.
+Nothing else that the sender says about an image is trusted.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from icehouse_server.vision.decoder import ImageLimits
 
 PIXELS: Final = "pixel_values"
 LARGEST_VALUE: Final = 255.0
-"""No processor makes a larger one, even without rescaling; far larger ones would overflow in the tower."""
+"""No processor makes a larger value, even without rescaling; far larger ones would overflow in the tower."""
 _NUMPY: Final = {"F32": np.float32, "I64": np.int64, "U32": np.uint32, "U8": np.uint8}
 _INTEGERS: Final = frozenset({"I64", "U32", "U8"})
 _LONGEST_GAP: Final = 16
-"""Most tokens of text between two tokens of one image; every family writes fewer."""
+"""Most text tokens between two tokens of one image; every family writes fewer."""
 _LARGEST_INTEGER: Final = 1 << 31
 
 Pixels = npt.NDArray[np.float32]
@@ -34,16 +33,16 @@ Integers = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """One image's tokens in a prompt, from its first image token to the one behind the last."""
+    """The tokens of one image in a prompt, from its first image token to just after its last."""
 
     start: int
     stop: int
     runs: tuple[int, ...]
-    """Lengths of the runs of image tokens between text."""
+    """Lengths of the runs of image tokens, which text separates."""
 
 
 def locate_images(token_ids: Sequence[int], sent: SentImages, *, image_token_id: int) -> list[ImageTokens]:
-    """Return the images' tokens; raises InvalidRequest where the prompt's tokens do not agree."""
+    """Return the images' tokens; raises InvalidRequest if the prompt's tokens do not agree."""
     if sent.token_id not in (None, image_token_id):
         raise _invalid(
             sent.token_field, f"is {sent.token_id}; the image token of this model is {image_token_id}"
@@ -90,11 +89,11 @@ class SentTensors:
         return len(self._images)
 
     def runs(self, index: int) -> tuple[int, ...]:
-        """Return the lengths of the runs of tokens that stand for an image."""
+        """Return the lengths of the runs of an image's tokens."""
         return self._images[index].runs
 
     def expect(self, *names: str, optional: Sequence[str] = ()) -> None:
-        """Refuse other tensors than these, and a missing one that is not optional."""
+        """Refuse any tensor that is not named here, and the absence of one that is not optional."""
         for each in self._tensors.values():
             if each.tensor.name not in (*names, *optional):
                 known = ", ".join((*names, *optional))
@@ -106,11 +105,11 @@ class SentTensors:
                 )
 
     def has(self, name: str) -> bool:
-        """Whether an optional one is there."""
+        """Whether an optional tensor was sent."""
         return name in self._tensors
 
     def shape(self, name: str, *shape: int | None) -> tuple[int, ...]:
-        """Return the shape of a tensor, which must fit this one; None stands for any size from 1."""
+        """Return a tensor's shape, which must match `shape`; None matches any size from 1."""
         own = self._tensors[name].tensor.shape
         fits = len(own) == len(shape) and all(
             size >= 1 and wanted in (None, size) for size, wanted in zip(own, shape, strict=True)
@@ -127,7 +126,7 @@ class SentTensors:
         if tensor.dtype != "F32":
             self.refuse(PIXELS, f"is of the type {tensor.dtype}; this model's own are F32 (float32)")
         pixels = _array(tensor)
-        # A NaN is the result of both, and passes no comparison.
+        # If there is a NaN, both min and max are NaN, and no comparison holds.
         if not (pixels.min() >= -LARGEST_VALUE and pixels.max() <= LARGEST_VALUE):
             self.refuse(
                 PIXELS,
@@ -136,7 +135,7 @@ class SentTensors:
         return pixels
 
     def flags(self, name: str, *shape: int | None) -> npt.NDArray[np.bool_]:
-        """Return a mask that is true where a number is not 0."""
+        """Return a mask that is true where the tensor is not 0."""
         flags: npt.NDArray[np.bool_] = self._whole_numbers(name, *shape) != 0
         return flags
 
@@ -155,7 +154,7 @@ class SentTensors:
         return _array(tensor)
 
     def check_runs(self, index: int, runs: Sequence[int]) -> None:
-        """Refuse an image with other tokens than its tensors make."""
+        """Refuse an image whose tokens in the prompt are not those that its tensors make."""
         own = self.runs(index)
         if own != tuple(runs):
             raise _invalid(

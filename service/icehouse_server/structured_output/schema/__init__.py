@@ -1,1 +1,1 @@
-"""JSON schemas as libraries write them, rewritten to the keywords that a grammar can enforce."""
+"""JSON schemas as libraries write them, rewritten to keywords that a grammar can enforce."""

@@ -11,7 +11,7 @@ from typing import Any
 from icehouse_server.structured_output.schema.references import References
 
 _STEP_LIMIT = 20_000
-"""Most comparisons, which take a second; beyond that, alternatives count as overlapping."""
+"""Most comparisons; so many take a second. Beyond that, alternatives count as overlapping."""
 _DEPTH_LIMIT = 8
 _ANNOTATIONS = frozenset({"$ref", "allOf", "title", "description", "default"})
 _NAMING = frozenset({"patternProperties", "propertyNames", "unevaluatedProperties", "anyOf", "oneOf"})
@@ -26,10 +26,10 @@ class SchemaPart:
     schema: Any
     pointer: str
     outer_names: frozenset[str] | None = frozenset()
-    """Properties that the grammar lets its objects have beside their own; None for any."""
+    """Properties that the grammar allows in its objects besides their own; None for any."""
 
     def options(self, key: str) -> list[SchemaPart]:
-        """Return the alternatives under a keyword; none where it is absent."""
+        """Return the alternatives under a keyword; none if the schema does not have it."""
         options = self.schema.get(key) if isinstance(self.schema, Mapping) else None
         listed = enumerate(options if isinstance(options, list) else ())
         return [SchemaPart(option, f"{self.pointer}/{key}/{i}", self.outer_names) for i, option in listed]
@@ -74,7 +74,7 @@ class Alternatives:
         if made.schema is False or other.schema is False:
             return True
         for key in ("anyOf", "oneOf"):
-            # Beside other keywords an option has more properties than its own.
+            # With other keywords beside it, an option would have more properties than its own.
             if (options := made.options(key)) and not set(made.schema) - {key} - _ANNOTATIONS:
                 return all(self._excludes(option, other, depth + 1) for option in options)
             options = other.options(key)
@@ -125,7 +125,7 @@ class Alternatives:
 
 
 def _types(part: SchemaPart) -> set[str]:
-    """Return the types of a value that matches; none where it may have any."""
+    """Return the types that a matching value may have; empty if any type matches."""
     types = part.schema.get("type")
     if isinstance(types, str):
         types = [types]

@@ -1,7 +1,7 @@
-"""Patterns, formats and property names, as patterns without look-around. Pure functions, any thread.
+"""Patterns, formats and property names, written as patterns without look-around. Pure functions, any thread.
 
-A grammar can hold a string to several patterns at once, so each look-ahead at a pattern's beginning becomes a
-pattern of its own. Other look-around is enforced only in patterns that are known by their text.
+A grammar can hold a string to several patterns at once, so each look-ahead at the start of a pattern becomes
+a pattern of its own. Other look-around is enforced only in well-known patterns, listed here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMAT_PATTERNS = {
     "ipv4network": _NETWORK,
     "ipv4interface": _NETWORK,
 }
-"""More formats of pydantic, written as patterns."""
+"""Further formats that pydantic writes, as patterns."""
 
 NAME_PATTERNS = {
     **{name: pattern for name, pattern in FORMAT_PATTERNS.items() if name.startswith("uuid")},
@@ -43,7 +43,7 @@ NAME_PATTERNS = {
     "date": rf"^[0-9]{{4}}-(?:0[1-9]|1[0-2])-{_DAY}$",
     "ipv4": rf"^(?:{_BYTE}\.){{3}}{_BYTE}$",
 }
-"""Formats of property names, for which llguidance knows patterns only."""
+"""Formats of property names as patterns: for names, llguidance supports only patterns."""
 
 _SECONDS = r"\d+(?:[.,]\d+)?S"
 _TIME = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
@@ -60,7 +60,7 @@ _KNOWN = {
 _ZOD_EMAIL = re.compile(
     r"\^\(\?!\\\.\)\(\?!\.\*\\\.\\\.\)\((\[[^\]]*)\\\.\]\*\)(\[[^\]]*\])@(.*)\$", re.DOTALL
 )
-"""`^(?!\\.)(?!.*\\.\\.)([…\\.]*)[…]@…$`, as zod had it: no dot first, and no two in a row."""
+"""`^(?!\\.)(?!.*\\.\\.)([…\\.]*)[…]@…$`, zod's email: no dot first, and no two in a row."""
 _DECIMAL_HEAD = r"^(?!^[-+.]*$)[+-]?0*"
 _DECIMAL_PLACES = re.compile(r"\\d\*\\\.\?\\d\{0,(\d{1,3})\}0\*\$")
 _DECIMAL_DIGITS = re.compile(
@@ -79,7 +79,7 @@ _LOOK_AHEAD = _LOOK_AROUND[0]
 
 
 def without_look_around(pattern: str) -> tuple[str, ...] | None:
-    """Return patterns that together match the same; None for look-around of another kind."""
+    """Return patterns that together match the same; None for look-around that cannot be enforced."""
     if not _looks_around(pattern):
         return (pattern,)
     known = _KNOWN.get(pattern) or _email(pattern)
@@ -95,14 +95,14 @@ def _email(pattern: str) -> str | None:
     if match is None:
         return None
     letter, last, domain = f"{match[1]}]", match[2], match[3]
-    # Where the domain could begin with a dot or have two, this would let more through.
+    # If the domain may begin with a dot or have two in a row, this would allow more than the original.
     if not domain.startswith("([") or "." in domain.replace(r"\.)+", "", 1):
         return None
     return rf"^(?:{letter}+\.)*{letter}*{last}@{domain}$"
 
 
 def _decimal(rest: str) -> tuple[str, ...] | None:
-    """Return pydantic's patterns of a Decimal with a bound on its digits or places, before 2.13."""
+    """Return patterns for pydantic's Decimal with a bound on digits or decimal places, before 2.13."""
     a_digit = r"^[+-]?\.?\d"
     places = _DECIMAL_PLACES.fullmatch(rest)
     if places is not None:
@@ -139,7 +139,7 @@ def _split(pattern: str) -> tuple[str, ...] | None:
 
 
 def _depths(pattern: str) -> list[tuple[int, str, int]]:
-    """Return each parenthesis and bar that is no literal: its index, itself and its depth."""
+    """Return each parenthesis and bar that is not a literal: its index, the character and its depth."""
     depths: list[tuple[int, str, int]] = []
     depth, in_class, is_escaped = 0, False, False
     for index, character in enumerate(pattern):
@@ -164,14 +164,14 @@ def _looks_around(pattern: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Names:
-    """Property names that are allowed."""
+    """The property names that an object may have."""
 
     texts: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     are_any: bool = False
-    """Whether all others are allowed too."""
+    """Whether all other names are allowed too."""
     unenforced: tuple[str, ...] = ()
-    """Keywords that are not enforced, by their JSON pointers."""
+    """JSON pointers of keywords that are not enforced."""
 
 
 def allowed_names(schema: Any, pointer: str, references: References, *, depth: int = 0) -> Names:
@@ -190,7 +190,7 @@ def allowed_names(schema: Any, pointer: str, references: References, *, depth: i
     keywords = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
     kind = keywords.pop("type", "string")
     if set(keywords) == {"enum"} or set(keywords) == {"const"}:
-        # Enums of numbers too, as names spell them: what pydantic makes of a dict by an IntEnum.
+        # Enums of numbers too, spelled as names: pydantic writes them for a dict with IntEnum keys.
         texts = keywords["enum"] if "enum" in keywords else [keywords["const"]]
         return Names(texts=tuple(_spelled(texts)))
     for key in ("anyOf", "oneOf"):
@@ -205,7 +205,7 @@ def allowed_names(schema: Any, pointer: str, references: References, *, depth: i
 
 
 def _patterned(keywords: dict[str, Any], pointer: str) -> Names:
-    """Return the names that one pattern, one known format or a length allows."""
+    """Return the names that one pattern, one known format or a length limit allows."""
     known = NAME_PATTERNS.get(str(keywords.get("format")))
     if known is not None and set(keywords) == {"format"}:
         return Names(patterns=(known,))

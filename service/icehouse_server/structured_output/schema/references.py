@@ -12,7 +12,7 @@ _SHOWN_LENGTH = 80
 
 
 class Mistake(ValueError):
-    """What is wrong with a form, and where: a JSON pointer, "line 2, column 5" or "" if that is not known."""
+    """What is wrong with a form, and where: a JSON pointer, "line 2, column 5", or "" if unknown."""
 
     def __init__(self, detail: str, position: str = "") -> None:
         super().__init__(detail)
@@ -36,7 +36,7 @@ class References:
         self._anchors: dict[str, str] | None = None
 
     def target(self, reference: Any, pointer: str) -> tuple[str, Any]:
-        """Return the JSON pointer that a `$ref` at `pointer` means, and the schema there."""
+        """Return the JSON pointer that a `$ref` at `pointer` refers to, and the schema there."""
         if not isinstance(reference, str):
             raise UnusableSchema("$ref must be a string", f"{pointer}/$ref")
         document, _, fragment = reference.partition("#")
@@ -88,7 +88,7 @@ def escaped(name: str) -> str:
 
 
 def _key(part: Any, step: str) -> str | int | None:
-    """Return the key that a step of a pointer names; not all libraries encode it as RFC 6901 says."""
+    """Return the key that a step of a pointer names; not all libraries encode pointers as RFC 6901 says."""
     if isinstance(part, list):
         return int(step) if step.isascii() and step.isdecimal() and int(step) < len(part) else None
     if not isinstance(part, Mapping):

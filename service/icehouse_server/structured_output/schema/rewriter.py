@@ -1,9 +1,8 @@
-"""Schema rewriter: turns a caller's JSON schema into keywords that a grammar can enforce. A pure function.
+"""Schema rewriter: rewrites a caller's JSON schema to keywords that a grammar can enforce. A pure function.
 
-What libraries write by default is kept if a grammar can enforce it, translated to other keywords if
-llguidance needs that, left out if JSON Schema calls it an annotation, and refused with its JSON pointer
-otherwise. An output of the new schema validates against the old one, except for keywords reported as not
-enforced.
+Keywords are kept if a grammar can enforce them, translated if llguidance needs other ones, left out if JSON
+Schema calls them annotations, and otherwise refused with their JSON pointer. An output that fits the new
+schema validates against the old one, except for keywords that are reported as not enforced.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from icehouse_server.structured_output.schema.patterns import (
 from icehouse_server.structured_output.schema.references import References, UnusableSchema, escaped
 
 _DEPTH_LIMIT = 128
-"""Most schemas within each other, references apart."""
+"""Most levels of nested schemas, not counting references."""
 _PART_LIMIT = 50_000
-"""Most parts of the new schema; llguidance takes no more."""
+"""Most parts of the new schema, which is also llguidance's limit."""
 
 _COPIED = frozenset(
     {"type", "required", "const", "enum", "minItems", "maxItems", "minProperties", "maxProperties"}
@@ -34,9 +33,9 @@ _COPIED = frozenset(
 )
 """Keywords that are copied unchanged."""
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-"""Bounds of numbers, and the sign of a bound so large that it changes nothing."""
+"""Bounds of numbers, each with the sign of those that are so large that they change nothing."""
 _BOUND_LIMIT = 10**18
-"""llguidance builds no larger bounds, such as those of zod's float32 and float64."""
+"""llguidance cannot build larger bounds, such as those of zod's float32 and float64."""
 _NAMED = ("properties", "patternProperties")
 _REFUSED = frozenset(
     {
@@ -61,18 +60,18 @@ class Rewritten:
 
     schema: Object
     unenforced: tuple[str, ...] = ()
-    """Keywords of the caller's schema that are not enforced, by their JSON pointers."""
+    """JSON pointers of keywords in the caller's schema that are not enforced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Closing:
-    """How objects are closed to properties that a schema neither names nor mentions."""
+    """How objects are closed to properties that the schema does not name."""
 
     names: frozenset[str] = frozenset()
     """Properties that an outer schema names."""
     patterns: frozenset[str] = frozenset()
     is_asked_for: bool = False
-    """Whether the schema itself closes them, with `unevaluatedProperties`."""
+    """Whether the schema itself closes objects, with `unevaluatedProperties`."""
 
     @property
     def is_idle(self) -> bool:
@@ -80,7 +79,7 @@ class _Closing:
         return not (self.names or self.patterns or self.is_asked_for)
 
     def with_known(self, known: _KnownNames) -> _Closing:
-        """Return how alternatives are closed beside a part that names properties."""
+        """Return how alternatives are closed if a part beside them names properties."""
         return dataclasses.replace(
             self,
             names=self.names.union(known.names_for(self)),
@@ -90,7 +89,7 @@ class _Closing:
 
 @dataclasses.dataclass(slots=True)
 class _KnownNames:
-    """The properties of an object that a schema names, with its references."""
+    """The properties that a schema, with its references, names for an object."""
 
     names: dict[str, None] = dataclasses.field(default_factory=dict)
     required: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -99,10 +98,10 @@ class _KnownNames:
     is_open: bool = False
     """Whether it allows other properties."""
     is_conditional: bool = False
-    """Whether only an alternative names some of them."""
+    """Whether only an alternative names some of the properties."""
 
     def names_for(self, closing: _Closing) -> dict[str, None]:
-        """Return the properties that objects may have; only-required ones do not count as evaluated."""
+        """Return the properties that objects may have. Names that are only required are not evaluated."""
         return self.names if closing.is_asked_for else {**self.names, **self.required}
 
 
@@ -119,7 +118,7 @@ class _Rewriter:
         self._part_count = 0
         self._unenforced: dict[str, None] = {}
         self._names: dict[tuple[str, _Closing | None], str] = {}
-        """Names of definitions in the new schema, by what is referred to."""
+        """Names of definitions in the new schema, by the pointer and closing that they stand for."""
         self._taken: set[str] = set()
         self._waiting: collections.deque[tuple[str, Any, str, _Closing | None]] = collections.deque()
 
@@ -142,7 +141,7 @@ class _Rewriter:
         if schema is True and closing is not None and not closing.is_idle:
             schema = {}
         if not isinstance(schema, Mapping):
-            return schema  # llguidance refuses what is no schema at all
+            return schema  # llguidance refuses anything that is not a schema
         normal = self._plain(schema, pointer)
         if normal is None:
             return False
@@ -151,7 +150,7 @@ class _Rewriter:
             and closing.is_asked_for
             and "additionalProperties" in set(normal) - set(schema)
         ):
-            # `propertyNames` evaluates no property, but closes the object here.
+            # `propertyNames` evaluates no property, but it was rewritten to close the object.
             raise UnusableSchema("`propertyNames` cannot be enforced within `unevaluatedProperties`", pointer)
         if normal.get("unevaluatedProperties", True) is False:
             closing = _Closing(is_asked_for=True)
@@ -204,7 +203,7 @@ class _Rewriter:
             raise UnusableSchema(f"it comes to more than {_PART_LIMIT} schemas, references apart", pointer)
 
     def _plain(self, schema: Mapping[str, Any], pointer: str) -> Object | None:
-        """Return a schema in plainer keywords; None where nothing matches it."""
+        """Return a schema in plainer keywords; None if no value can match it."""
         normal = dict(schema)
         _check_shapes(normal, pointer)
         for keyword in _REFUSED & set(normal):
@@ -236,7 +235,7 @@ class _Rewriter:
         raise UnusableSchema(f"`{keyword}` cannot be enforced", f"{pointer}/{escaped(keyword)}")
 
     def _plain_unevaluated(self, normal: Object, pointer: str) -> None:
-        """Write `unevaluated…` as `additional…` where nothing else evaluates."""
+        """Write `unevaluated…` as `additional…` if no other keyword evaluates anything."""
         is_plain = not set(_IN_PLACE) & set(normal)
         items = normal.pop("unevaluatedItems", True)
         if items not in (True, {}) and "items" not in normal:
@@ -342,7 +341,7 @@ class _Rewriter:
             self._unenforced[where] = None
 
     def _inner_closing(self, normal: Object, pointer: str, closing: _Closing | None) -> _Closing | None:
-        """Return how subschemas in place are closed; None where that is done around them, or not at all."""
+        """Return how in-place subschemas are closed; None if an outer schema does it, or none does."""
         if closing is None or not set(_IN_PLACE) & set(normal) or "additionalProperties" in normal:
             return None
         key = _closing_keyword(normal)
@@ -351,7 +350,7 @@ class _Rewriter:
         return None if base.is_open or key is None else closing.with_known(base)
 
     def _closed(self, result: Object, normal: Object, pointer: str, closing: _Closing | None) -> Object:
-        """Return a schema that allows no other properties, unless its alternatives do that."""
+        """Return a schema that is closed to other properties, unless its alternatives close it."""
         if closing is None or "additionalProperties" in normal or _closing_keyword(normal) is not None:
             return result
         known = self._known(normal, pointer)
@@ -375,7 +374,7 @@ class _Rewriter:
         return {**result, "additionalProperties": False}
 
     def _known(self, schema: Any, pointer: str) -> _KnownNames:
-        """Return the properties that a schema and its subschemas in place name."""
+        """Return the properties that a schema and its in-place subschemas name."""
         known = _KnownNames()
         remaining, seen = [(schema, pointer, False)], set()
         while remaining:
@@ -404,7 +403,7 @@ class _Rewriter:
 
 
 def _is_beyond(keyword: str, bound: Any, normal: Object) -> bool:
-    """Return whether a bound is so large that no answer reaches it."""
+    """Return whether a bound is so large that no answer can reach it."""
     if isinstance(bound, bool) or not isinstance(bound, int | float):
         return False
     limit = (1 << 63) - 1 if normal.get("type") == "integer" else _BOUND_LIMIT
@@ -430,17 +429,17 @@ def _check_unconditional(known: _KnownNames, closing: _Closing, pointer: str) ->
 
 
 def _closing_keyword(normal: Object) -> str | None:
-    """Return the keyword whose schemas are closed one by one; None where the whole is closed, or nothing."""
+    """Return the keyword whose schemas are closed one by one; None if the whole or nothing is closed."""
     key = next((key for key in ("anyOf", "oneOf") if isinstance(normal.get(key), list)), None)
     if key is not None or {*_NAMED, "required"} & set(normal):
         return key
-    # A reference that stands alone stays alone: llguidance refuses one within itself beside other keywords.
+    # A lone reference stays alone: llguidance refuses a recursive one with other keywords beside it.
     alone = [key for key in ("$ref", "allOf") if key in normal]
     return alone[0] if len(alone) == 1 and (alone[0] == "$ref" or len(_list(normal, "allOf")) == 1) else None
 
 
 def _plain_name(name: str, keyword: str) -> str:
-    """Return a property's name, or a pattern of names, without look-around if possible."""
+    """Return a property's name, or a name pattern without look-around if possible."""
     patterns = without_look_around(name) if keyword == "patternProperties" else None
     return patterns[0] if patterns is not None and len(patterns) == 1 else name
 

@@ -1,12 +1,12 @@
-"""Status page: what a browser gets over HTTP, and its report as JSON, at most one a second however many look.
+"""Status page: what a browser gets over HTTP, and its JSON report, at most one a second however many look.
 
 Called on the threads of the metrics endpoint. Nothing is computed or stored while nobody looks. The report
-has counters that operators have elsewhere too, and no part of a prompt, except how shared ones begin where
-the rules have a decoder. Such text is what callers sent or a model generated, so it may be anything: it is
-made printable, has no line breaks, and nothing that changes the direction of the text around it. It is not
-markup: whoever shows it escapes it.
+has counters that operators have elsewhere too, and no part of a prompt, except how shared prefixes begin if
+the rules have a decoder. Callers sent that text or a model generated it, so it may be anything: it is made
+printable, without line breaks or characters that change the direction of text around it. It is not markup:
+whoever shows it must escape it.
 
-`*_count` and `*_bytes` are now, `*_total` since start, times in seconds; what is not known is null.
+`*_count` and `*_bytes` are current, `*_total` since start, times in seconds; unknown values are null.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ REPORT_PATH = "/status.json"
 
 _REPORT_INTERVAL_S = 1.0
 _WAITING_LIMIT = 16
-"""Requests that wait for a report together; more are sent away."""
+"""Most requests that wait for a report together; more get 503."""
 
 
 class StatusPage:
     """Answers for two paths of the metrics endpoint.
 
-    `read` asks the server, and returns None when it does not answer in time.
+    `read` asks the server, and returns None if it does not answer in time.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StatusPage:
         self._waiting_slots = threading.BoundedSemaphore(_WAITING_LIMIT)
         self._lock = threading.Lock()
         self._report: bytes | None = None
-        """None when the server did not answer."""
+        """None if the server did not answer."""
         self._due_time = clock.monotonic()
 
     @property
@@ -82,7 +82,7 @@ class StatusPage:
         return _send(start_response, "200 OK", report, {"Content-Type": "application/json"})
 
     def _latest_report(self) -> bytes | None:
-        """Return a report of the last second; None when the server does not answer, or too many wait."""
+        """Return a report of the last second; None if the server does not answer, or too many wait."""
         if not self._waiting_slots.acquire(blocking=False):
             return None
         try:
@@ -103,7 +103,7 @@ class StatusPage:
 
 
 def content_security_policy(page: str) -> str:
-    """Return a policy under which the page's own script and style run, and nothing else at all."""
+    """Return a policy that allows the page's own script and style, and nothing else."""
     script, style = (_source_hash(page, element) for element in ("script", "style"))
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
@@ -131,22 +131,22 @@ def _send(
 
 
 TENANT_LIMIT = 20
-"""Tenants shown: those that sent and drew most tokens."""
+"""Most tenants shown: those with the most prompt and output tokens."""
 
 _NAME_BYTES = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportRules:
-    """What may be shown to whoever reaches the port, and how blocks are named to them."""
+    """What may be shown to anybody who reaches the port, and how blocks are named there."""
 
     version: str
     shows_request_ids: bool
-    """Not where callers prove who they are: ids are then a tenant's own."""
+    """False if callers authenticate: an id is then its tenant's secret."""
     name_key: bytes = dataclasses.field(repr=False)
-    """Blocks are named by a keyed hash: a block's own name would prove a guess of its tokens."""
+    """Key of the hash that names blocks: a block's own hash would confirm a guess of its tokens."""
     decode: Decode | None = None
-    """Makes text of tokens; None where no text is shown."""
+    """Turns tokens into text; None if no text is shown."""
 
 
 def report_of(
@@ -232,7 +232,7 @@ def _prefix(node: PrefixNode, rules: ReportRules) -> dict[str, Any]:
         "block_count": len(node.blocks),
         "ram_block_count": sum(block.is_in_ram for block in node.blocks),
         "ssd_block_count": sum(block.is_on_ssd for block in node.blocks),
-        # Prompts that reused its first block.
+        # How many prompts reused its first block.
         "hit_count": first.hit_count,
         # Tokens that were not computed again thanks to these blocks.
         "reused_token_total": sum(map(_saved_tokens, node.blocks)),
@@ -242,7 +242,7 @@ def _prefix(node: PrefixNode, rules: ReportRules) -> dict[str, Any]:
 
 
 def _text(node: PrefixNode, decode: Decode | None) -> dict[str, str | None]:
-    """Return how the node's own text begins, null where its tokens are not known."""
+    """Return how the node's own text begins, None if its tokens are not known."""
     if decode is None:
         return {}
     head = node.head
@@ -256,7 +256,7 @@ def _slow(request: SlowRequest, *, shows_id: bool) -> dict[str, Any]:
 
 
 def _models(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return the loaded models, nothing where there is one only."""
+    """Return the loaded models; nothing if there can only be one."""
     return [
         {
             "id": name,
@@ -269,7 +269,7 @@ def _models(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _ranks(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return the machines of a group, nothing where one serves. Their names are no visitor's."""
+    """Return the machines of a group, nothing if one serves alone. Visitors do not learn their names."""
     return [
         {
             "state": rank.state.name.lower(),
@@ -297,19 +297,19 @@ Decode = Callable[[Sequence[int]], str]
 
 CHARACTER_LIMIT = 80
 HEAD_TOKEN_LIMIT = 128
-"""Tokens that are looked at: enough for that many characters, but where each one takes several tokens."""
+"""Tokens that are looked at: enough for that many characters, unless each one takes several tokens."""
 
 _CUT = "…"
 _IMAGE = "[image]"
 _REPLACEMENT = "\ufffd"
 _CUT_LIMIT = 3
-"""Tokens at either end that may hold a part of a character: it has four bytes at most."""
+"""Most tokens at either end that may hold a part of a character, which has at most four bytes."""
 _JOINERS = "\u200c\u200d"
-"""Format characters that scripts and emoji need, and that show nothing by themselves."""
+"""Format characters that scripts and emoji need and that are invisible by themselves."""
 
 
 def excerpt(keys: TokenKeys, decode: Decode, *, is_whole: bool) -> str:
-    """Return how the text of these tokens begins; `is_whole` says that no others follow."""
+    """Return how the text of these tokens begins; `is_whole` if no other tokens follow."""
     line = _line(" ".join(_pieces(keys[:HEAD_TOKEN_LIMIT], decode)))
     is_whole = is_whole and len(keys) <= HEAD_TOKEN_LIMIT and len(line) <= CHARACTER_LIMIT
     return line[:CHARACTER_LIMIT] + ("" if is_whole else _CUT)
@@ -326,10 +326,10 @@ def _pieces(keys: TokenKeys, decode: Decode) -> Iterator[str]:
 
 
 def _whole_characters(token_ids: Sequence[int], decode: Decode) -> str:
-    """Return the text without what is left of characters that were cut at either end.
+    """Return the text without the remains of characters that were cut at either end.
 
-    A decoder may give up on all bytes of a run where one of them is missing, so the tokens of the cut
-    character are left away before they are decoded.
+    If one byte is missing, a decoder may give up on the whole run. So the tokens of a cut character are
+    removed before decoding.
     """
     cuts = sorted(itertools.product(range(_CUT_LIMIT + 1), repeat=2), key=sum)
     for before, behind in cuts:
@@ -340,7 +340,7 @@ def _whole_characters(token_ids: Sequence[int], decode: Decode) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the text on one line; what controls the terminal, the line or its direction shows as U+FFFD."""
+    """Return the text on one line; characters that control terminal, line or direction become U+FFFD."""
     return "".join(
         character if character.isprintable() or character in _JOINERS else _REPLACEMENT
         for character in " ".join(text.split())
@@ -349,22 +349,22 @@ def _line(text: str) -> str:
 
 NODE_LIMIT = 16
 BRANCH_LIMIT = 4
-"""Nodes shown below one."""
+"""Most nodes shown below one."""
 DEPTH_LIMIT = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefixNode:
-    """Blocks one behind the other that are reused together."""
+    """A chain of blocks that are reused together."""
 
     blocks: Sequence[RecentBlock]
     branch_count: int
-    """Known continuations of prompts behind it, including those that were never reused."""
+    """Known continuations after it, including those that were never reused."""
     children: tuple[PrefixNode, ...]
 
     @property
     def head(self) -> TokenKeys | None:
-        """Its first tokens, `HEAD_TOKEN_LIMIT` at most; None where those of its first block are not known."""
+        """Its first tokens, at most `HEAD_TOKEN_LIMIT`; None if those of its first block are not known."""
         if self.blocks[0].token_keys is None:
             return None
         known = itertools.takewhile(lambda keys: keys is not None, (b.token_keys for b in self.blocks))
@@ -378,7 +378,7 @@ def shared_prefixes(blocks: Iterable[RecentBlock]) -> tuple[PrefixNode, ...]:
 
 
 class _Forest:
-    """The blocks by parent, and what each saved together with all that follow it.
+    """The blocks by parent, and the tokens that each saved together with all its descendants.
 
     Blocks that follow one another and are reused together are one node, as in a radix tree.
     """
@@ -388,7 +388,7 @@ class _Forest:
         self._roots = [block for block in known.values() if block.parent not in known]
         self._children: dict[BlockHash, list[RecentBlock]] = collections.defaultdict(list)
         self._saved: collections.Counter[BlockHash] = collections.Counter()
-        # A block begins where its parent ends, so its own sum is whole when it is added to the parent's.
+        # Later blocks come first, so a block's sum is complete when it is added to its parent's.
         for block in sorted(known.values(), key=lambda block: -block.start_token_index):
             self._children[block.parent].append(block)
             self._saved[block.hash] += _saved_tokens(block)
@@ -408,12 +408,12 @@ class _Forest:
         return tuple(self._built(self._roots, chosen))
 
     def _shared(self, blocks: Iterable[RecentBlock]) -> list[RecentBlock]:
-        """Return those that were reused, the one below which most tokens were saved first."""
+        """Return the reused blocks; the one that saved most, with its descendants, comes first."""
         reused = [block for block in blocks if block.hit_count]
         return sorted(reused, key=lambda block: (-self._saved[block.hash], block.hash))
 
     def _run(self, first: RecentBlock) -> list[RecentBlock]:
-        """Return a block and those behind it, as long as half of its prompts continue in the same block."""
+        """Return a block and those after it, as long as half of its prompts continue with the same block."""
         run = [first]
         while len(behind := self._children[run[-1].hash]) == 1 and 2 * behind[0].hit_count >= first.hit_count:
             run.append(behind[0])

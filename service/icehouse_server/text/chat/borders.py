@@ -1,9 +1,9 @@
-"""Borders of messages in a prompt: where another conversation, or an edit of this one, would part from it.
+"""Borders of messages in a prompt: where another conversation, or an edit of this one, would diverge.
 
-They are found by counting the special tokens between turns in the skeleton of the conversation: from the
-prompt's beginning for the end of the system's message, from its end for the last message, since anything may
-stand between. Where a message spells such a token itself, a border may be misplaced, which is no harm: it is
-only a place to go on from. Pure functions.
+They are found by counting special tokens between turns in the conversation's skeleton. The end of the system
+message is counted from the prompt's start and the last message from its end, since anything may come between.
+If a message spells such a token itself, a border may be misplaced. That does no harm: a border is only a
+place from which a later prompt may continue. Pure functions.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _SYSTEM_ROLES = ("system", "developer")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Borders:
-    """Each stands before a token between turns, which is the so-manieth of a prompt, counted from 1."""
+    """Borders, each named by the special token after it: its number among the prompt's marks, from 1."""
 
     from_start: tuple[int, ...] = ()
     from_end: tuple[int, ...] = ()
     marks: frozenset[str] = frozenset()
-    """The tokens that are counted."""
+    """The special tokens that are counted."""
 
     def token_indices(self, token_ids: Sequence[int], mark_ids: Collection[int]) -> tuple[int, ...]:
-        """Return where they are in a prompt, ascending."""
+        """Return the borders as token indices of a prompt, ascending."""
         last = len(token_ids) - 1
         places = {
             *_places(enumerate(token_ids), mark_ids, self.from_start),
@@ -46,9 +46,9 @@ def borders_of(
     header: str,
     marks: re.Pattern[str],
 ) -> Borders:
-    """Return the borders of a conversation: the end of the system's message and tools, and the beginning of
-    the last message. And its end, if `header` is not empty: what the template writes before the reply, where
-    it will not write the same there once the reply is known.
+    """Return the borders of a conversation: the end of the system message and tools, and the start of the
+    last message. Its end is one too if `header` is not empty. `header` is what the template writes before the
+    reply, if it will write something else there once the reply is known.
     """
     found = list(marks.finditer(shown.text))
     places = [match.start() for match in found]
@@ -65,8 +65,8 @@ def borders_of(
 
 
 def _last_before(places: Sequence[int], shown: ShownTexts, index: int) -> int | None:
-    """Return which of the tokens at these places is the last one before a message's text; None where it is
-    not behind the texts of all messages before, or where the template shows them in another order."""
+    """Return which of the tokens at these places is the last one before a message's text; None if the texts
+    of earlier messages come after it, so that the template shows messages in another order."""
     starts = [start for start, message in shown.words if message == index]
     earlier = [start for start, message in shown.words if message < index]
     before = [number for number, place in enumerate(places) if starts and place < starts[0]]
@@ -76,7 +76,7 @@ def _last_before(places: Sequence[int], shown: ShownTexts, index: int) -> int | 
 
 
 def _places(tokens: Iterator[tuple[int, int]], mark_ids: Collection[int], wanted: Sequence[int]) -> set[int]:
-    """Return the places of the wanted ones of some tokens."""
+    """Return the places of those marks whose numbers are wanted."""
     marked = (place for place, token_id in tokens if token_id in mark_ids)
     counted = enumerate(itertools.islice(marked, max(wanted, default=0)), start=1)
     return {place for number, place in counted if number in wanted}

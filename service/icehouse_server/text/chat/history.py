@@ -1,7 +1,7 @@
-"""History fit: renames, folds and merges turns as far as a chat template needs. Pure.
+"""History fit: renames, folds and merges turns as far as a chat template needs it. Pure.
 
-No content is dropped: an unsupported role becomes another one, and a turn that is not supported after the one
-before it gets an empty turn in between. Changes to a turn depend on the turns before it and hardly on later
+No content is dropped: an unsupported role becomes another one, and an empty turn goes between two turns that
+the template does not support in a row. Changes to a turn depend on the turns before it and hardly on later
 ones, so that a prompt stays a prefix of the next.
 """
 
@@ -18,7 +18,7 @@ from icehouse_server.domain.chat import ChatMessage, PlacedImage, ToolCall
 from icehouse_server.text.chat.traits import CallIds, TemplateTraits, ToolPosition
 
 _GAP = "\n\n"
-"""Stands between the texts of merged turns."""
+"""The separator between the texts of merged turns."""
 _NINE_LETTERS = re.compile(r"[A-Za-z0-9]{9}")
 _NAMED = re.compile(r"functions\.(.+):\d+", re.DOTALL)
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -56,7 +56,7 @@ def _known(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
 
 
 def _merge(turns: Sequence[ChatMessage], *, roles: set[str]) -> list[ChatMessage]:
-    """Merge neighbours of one role. A turn with calls is the last of its row: results follow."""
+    """Merge neighbours of one role. A turn with calls is the last of its row, because results follow."""
     rows: list[list[ChatMessage]] = []
     for turn in turns:
         last = rows[-1][-1] if rows else None
@@ -86,7 +86,7 @@ def _merged(row: Sequence[ChatMessage]) -> ChatMessage:
 
 
 def _named(turn: ChatMessage) -> ChatMessage:
-    """Return the turn with its speaker's name in its text, to be merged with another speaker's."""
+    """Return the turn with its speaker's name in its text, so it can be merged with another speaker's."""
     if turn.name is None:
         return turn
     head = f"{turn.name}: "
@@ -95,18 +95,18 @@ def _named(turn: ChatMessage) -> ChatMessage:
 
 
 class _ResultLinks:
-    """Links the results of one history to their calls. Ids become unique and such as the template supports;
-    results follow their calls in the calls' order, with the tool's name."""
+    """Links the results of one history to their calls. Ids become unique and get a form that the template
+    supports. Results follow their calls in the calls' order, with the tool's name."""
 
     def __init__(self, traits: TemplateTraits) -> None:
         self._traits = traits
         self._turns: list[ChatMessage] = []
         self._open: list[tuple[str, ToolCall]] = []
-        """Calls of the latest turn without a result: the id that was sent, and the call for the template."""
+        """The latest turn's calls without a result: the id that was sent, and the call for the template."""
         self._row: list[ChatMessage] = []
         """Results of the latest turn's calls."""
         self._ids: dict[str, str] = {}
-        """The new id for each id that was sent."""
+        """The new id by the id that was sent."""
         self._taken: set[str] = set()
         self._call_count = 0
 
@@ -134,7 +134,7 @@ class _ResultLinks:
         """Return the id of the next call: the one that was sent, if the template supports it."""
         index, self._call_count = self._call_count, self._call_count + 1
         id = _id_as_taken(sent_id or f"call_{index}", name, index, self._traits)
-        while id in self._taken:  # some servers begin at call_0 with each turn
+        while id in self._taken:  # some servers begin each turn at call_0
             index += 1
             id = _id_as_taken(f"{sent_id}_{index}", name, index, self._traits)
         self._ids[sent_id] = id
@@ -154,7 +154,7 @@ class _ResultLinks:
             self._turns.append(_result_as_text(result))
 
     def _called(self, result: ChatMessage) -> ToolCall | None:
-        """Return the open call of a result: by id, or the next one where no call has this id."""
+        """Return the open call of a result: the one with its id, or the next one if no call has this id."""
         matches = [each for each in self._open if each[0] == result.tool_call_id]
         if not matches and result.tool_call_id not in self._ids:
             matches = [each for each in self._open if each[1].name == result.name] or self._open
@@ -188,7 +188,7 @@ def _id_as_taken(id: str, name: str, index: int, traits: TemplateTraits) -> str:
 
 
 def _results_as_text(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the turns with a user's turn instead of each row of results."""
+    """Return the turns with each row of results replaced by a user's turn."""
     texts: list[ChatMessage] = []
     for is_result, row in itertools.groupby(turns, key=lambda turn: turn.role == "tool"):
         if is_result:
@@ -203,7 +203,7 @@ def _result_as_text(result: ChatMessage) -> ChatMessage:
 
 
 def _calls_as_text(turn: ChatMessage) -> ChatMessage:
-    """Return the turn with its calls in the form that most models know."""
+    """Return the turn with its calls as text, in the form that most models know."""
     calls = "\n".join(
         f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments_json}}}\n</tool_call>'
         for call in turn.tool_calls
@@ -212,7 +212,7 @@ def _calls_as_text(turn: ChatMessage) -> ChatMessage:
 
 
 def _one_call_a_turn(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the turns with each call in a turn of its own and its result behind it."""
+    """Return the turns with each call in a turn of its own, followed by its result."""
     single: list[ChatMessage] = []
     waiting: list[ChatMessage] = []
     for turn in turns:
@@ -235,7 +235,7 @@ def _one_call_a_turn(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 def _text_before_calls(turn: ChatMessage) -> list[ChatMessage]:
     """Return the turn's text and its calls as two turns. Reasoning stays with the calls: templates that drop
-    it keep that of an open tool loop."""
+    reasoning keep that of an open tool loop."""
     if not (turn.tool_calls and turn.content):
         return [turn]
     text = dataclasses.replace(turn, reasoning="", tool_calls=())
@@ -243,8 +243,8 @@ def _text_before_calls(turn: ChatMessage) -> list[ChatMessage]:
 
 
 def _fold_systems(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
-    """Move the text of unsupported system turns into the user's turn that follows. Where no user's turn
-    follows, the text becomes one."""
+    """Move the text of unsupported system turns into the user's turn that follows. If none follows, the text
+    becomes a user's turn."""
     is_alone = all(turn.role in _SYSTEM_ROLES for turn in turns)
     folded: list[ChatMessage] = []
     waiting = ""
@@ -259,7 +259,7 @@ def _fold_systems(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[
             folded.append(dataclasses.replace(turn, content=content, images=images))
             waiting = ""
             continue
-        if waiting and turn.role != "tool":  # nothing comes between a call and its result
+        if waiting and turn.role != "tool":  # nothing may come between a call and its result
             folded.append(ChatMessage("user", waiting))
             waiting = ""
         folded.append(turn)
@@ -269,8 +269,8 @@ def _fold_systems(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[
 
 
 def _alternating(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
-    """Return the turns with fillers, so that users and assistants alternate. Results do not count; calls need
-    a user's turn before them as well."""
+    """Return the turns with fillers, so that user and assistant alternate. Results do not count. Calls need a
+    user's turn before them as well."""
     filled: list[ChatMessage] = []
     expected = "user"
     for turn in turns:
@@ -283,7 +283,7 @@ def _alternating(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[C
 
 
 def _with_fillers(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
-    """Return the turns with a filler before each that the template does not support where it stands."""
+    """Return the turns with a filler before each turn that the template does not support at its position."""
     filled: list[ChatMessage] = []
     for turn in turns:
         is_first = all(before.role in _SYSTEM_ROLES for before in filled)

@@ -1,8 +1,8 @@
-"""Kept reply: an earlier turn that stays in a prompt as it was generated, and what comes behind it.
+"""Kept reply: an earlier turn that stays in a prompt as it was generated, and what follows it.
 
 Templates rewrite the past: they drop reasoning, trim text and write calls anew. Here the prompt that the turn
-answered and its own tokens are kept, and only what the template writes behind the turn is added. To find
-that, a mark takes the place of the turn's text, or of its last call's arguments. Pure functions.
+answered and its own tokens are kept, and only what the template writes after the turn is added. To find that,
+a mark replaces the turn's text, or its last call's arguments. Pure functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from icehouse_server.domain.chat import Conversation
 
 _MARK = "qzkeptreplyqz"
 _TOOL_MARK = "qzkepttoolqz"
-"""Behind the first tool's description: a template that writes the tools behind the turn shows it there."""
+"""Appended to the first tool's description: it shows whether the template writes the tools after the turn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,15 +22,15 @@ class KeptReply:
     """An assistant's turn that was generated here."""
 
     index: int
-    """Of its message."""
+    """The index of its message."""
     token_ids: tuple[int, ...]
-    """The prompt that it answered and then its own tokens, without the one that ended it."""
+    """The prompt that it answered, then its own tokens without the end token."""
     end_token_id: int | None = None
     """The token that ended it; None where none was drawn."""
 
 
 def marked(conversation: Conversation, index: int) -> Conversation:
-    """Return the conversation with the mark in the turn at `index` and without drawn tokens up to it."""
+    """Return the conversation with the mark in the turn at `index`, and without drawn tokens up to there."""
     messages = [
         dataclasses.replace(message, token_ids=()) if number <= index else message
         for number, message in enumerate(conversation.messages)
@@ -50,7 +50,7 @@ def marked(conversation: Conversation, index: int) -> Conversation:
 
 
 def behind_mark(text: str) -> str | None:
-    """Return what stands behind the mark; None if it is not there exactly once, or tools are behind it."""
+    """Return what follows the mark; None if the mark is not there exactly once, or tools follow it."""
     _, mark, behind = text.partition(_MARK)
     return None if not mark or _MARK in behind or _TOOL_MARK in behind else behind
 
@@ -60,7 +60,7 @@ class TurnEnd:
     """How a template ends the marked turn."""
 
     closing: str
-    """What it writes behind the mark where nothing follows the turn."""
+    """What it writes after the mark if no turn follows."""
     end: str
     """The token that ended the reply, as text; empty where none was drawn."""
     marks: re.Pattern[str]
@@ -68,20 +68,20 @@ class TurnEnd:
     has_calls: bool
 
     def tail(self, behind: str) -> str | None:
-        """Return what follows the reply's tokens, of the text behind the mark; None if that is not certain.
+        """Return the part of the text after the mark that follows the reply's tokens; None if uncertain.
 
-        It begins with the token that ends the turn, or with the next turn where the template writes none.
+        It begins with the token that ends the turn, or with the next turn if the template writes none.
         """
         start, end = self._mark_index(behind), self._mark_index(self.closing)
         if not behind.startswith(self.closing):
-            # The last turn of all is ended differently, as by gpt-oss, or a reply's header always follows.
+            # The template ends the very last turn differently (gpt-oss), or always adds a reply's header.
             is_same = start is not None and end is not None and behind[:start] == self.closing[:end]
             return behind[start:] if is_same else None
         if self.end and self.end in self.closing:
             return behind[self.closing.index(self.end) :]
         if end is not None:
             return behind[end:]
-        # The header of the next turn ends this one; what stands before it is the end of a call.
+        # The header of the next turn ends this one; anything before the header is the end of a call.
         rest = behind[len(self.closing) :]
         is_next = not rest or self.marks.match(rest) is not None
         return rest if is_next and (self.has_calls or not self.closing.strip()) else None

@@ -1,8 +1,8 @@
-"""Next turn: how the prompt after a reply begins, whatever is said then. Pure functions.
+"""Next turn: how the prompt after a reply will begin, whatever the next message says. Pure functions.
 
-A template may write a reply and what came before it anew once the next message follows: it drops reasoning,
-trims text, writes calls in its own way. So the conversation is rendered with the reply and with a mark as the
-next message, and what stands before the mark is what the next prompt begins with.
+A template may rewrite a reply and what came before it once the next message follows: it drops reasoning,
+trims text, writes calls in its own way. So the conversation is rendered with the reply, and with a mark as
+the next message. The next prompt begins with what comes before the mark.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Decode = Callable[[Sequence[int]], str]
 _MARK = "qznextturnqz"
 _OTHER_RESULT = "0"
 _LEAST_COUNT = 64
-"""Fewer tokens are not computed ahead: the next turn's first pass has them in hardly more time."""
+"""Fewer tokens are not computed ahead: they hardly lengthen the next turn's first pass."""
 _FIRST_WINDOW = 32
 """Tokens at a prompt's end in which the mark is looked for first."""
 
 _OPENING_COUNT, _END_LENGTH = 16, 2048
-"""Messages, and characters at both ends of each: enough to tell conversations apart, and no work for the
-event loop."""
+"""Messages, and characters at both ends of each, that identify a conversation: enough to tell them apart, and
+little work for the event loop."""
 
 
 def opening_of(conversation: Conversation) -> int:
-    """Return what stands for how a conversation begins, up to the user's first message: the same for each of
-    its turns in this process."""
+    """Return a hash of how a conversation begins, up to the user's first message: the same for all of its
+    turns within this process."""
     opening = []
     for message in conversation.messages[:_OPENING_COUNT]:
         text = message.content
@@ -40,11 +40,11 @@ def opening_of(conversation: Conversation) -> int:
 
 
 def with_next_turn(conversation: Conversation, reply: ChatMessage) -> Conversation:
-    """Return the conversation with the reply and the mark behind it: as the user's next message, or as the
-    first result of its calls.
+    """Return the conversation with the reply and then the mark: as the user's next message, or as the first
+    result of the reply's calls.
 
-    The reply is taken to come back as its caller sends earlier ones: with its reasoning, or its tokens, only
-    if one of those has some.
+    The reply is assumed to come back as the caller sends earlier ones: with reasoning, or with tokens, only
+    if an earlier reply has them.
     """
     earlier = [message for message in conversation.messages if message.role == "assistant"]
     reply = dataclasses.replace(
@@ -68,8 +68,8 @@ def with_next_turn(conversation: Conversation, reply: ChatMessage) -> Conversati
 def new_beginning(
     token_ids: tuple[int, ...], *, known: Sequence[int], decode: Decode, token_limit: int
 ) -> tuple[int, ...]:
-    """Return the tokens of a prompt before the mark, and one more, which a warm-up does not keep; at most
-    `token_limit` behind those that are `known`. Empty where they are hardly more."""
+    """Return a prompt's tokens before the mark and one more, which a warm-up does not keep; at most
+    `token_limit` after those that are `known`. Empty if too few of them are new."""
     count = before_mark(token_ids, decode)
     both = zip(token_ids[:count], known, strict=False)
     common = next((i for i, (one, other) in enumerate(both) if one != other), min(count, len(known)))
@@ -78,9 +78,9 @@ def new_beginning(
 
 
 def before_mark(token_ids: Sequence[int], decode: Decode) -> int:
-    """Return how many tokens of a prompt stand before the mark; 0 where it has none.
+    """Return how many tokens of a prompt come before the mark; 0 if it has none.
 
-    `decode` returns the text of tokens, of which only those at the end are looked at.
+    Only tokens at the prompt's end are decoded.
     """
 
     def has_mark(width: int) -> bool:

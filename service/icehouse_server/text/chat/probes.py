@@ -1,8 +1,8 @@
-"""Probes of a chat template: small histories, rendered to learn what it supports and what it shows.
+"""Probes of a chat template: small histories that are rendered to learn what it supports and shows.
 
-A trait is accepted if the words of every history appear with it. If no form of a history works, the trait
-says that it is supported, and the template refuses it with its own message in a request.
-A template is a program of the model's author and may never end, so its steps are counted.
+A trait is accepted if every history's words appear in the output. If no form of a history works, the trait
+says that it is supported, so that a request gets the template's own error message. A template is a program of
+the model's author and may never end, so its steps are counted.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Render = Callable[[Sequence[ChatMessage], Sequence[Tool], TemplateTraits], str]
 """Renders turns that `fit` has prepared, with tools on offer; may raise anything."""
 
 STEP_LIMIT = 200_000
-"""Lines that a template may run through for a history of a few turns; the longest known take 2,000."""
+"""Lines that a template may run for a history of a few turns; the longest known ones take 2,000."""
 _TEMPLATE_FILE = "<template>"
-"""What Jinja calls the code that it makes of a template's text."""
+"""The file name that Jinja gives to the code it compiles from a template."""
 _ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "?": "qzrole"}
 _CALL_COUNTS = {"c": 1, "b": 1, "p": 2}
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan", "")
@@ -45,26 +45,26 @@ _BARE_TOOL = Tool("qztoolqz", "", {"properties": {"qzfieldqz": {"anyOf": [{"type
 _TOOL = Tool("qztoolqz", "qzaboutqz", {"type": "object", "properties": {}})
 _USER = frozenset({"user"})
 _REWRITTEN = ("'type': 'text'", '"type": "text"', "'type': 'thinking'", '"type": "thinking"')
-"""What the output has where a template prints a list of parts as if it were a text."""
+"""What the output contains if a template prints a list of parts as if it were text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A history in which marker words, which no template contains, stand for its texts."""
+    """A history whose texts are replaced by marker words that no template contains."""
 
     messages: tuple[ChatMessage, ...]
     fields: Mapping[str, str]
-    """By marker word: the field of the history that it stands for."""
+    """The field of the history that a marker word stands for."""
     message_indices: Mapping[str, int]
-    """By marker word: the message that it belongs to."""
+    """The index of the message that a marker word belongs to."""
 
     def lost_fields(self, text: str) -> list[str]:
-        """Return the fields whose words are missing in a text."""
+        """Return the fields whose words are missing from a text."""
         shown = set(_WORD.findall(text))
         return [field for word, field in self.fields.items() if word not in shown]
 
     def shown_texts(self, text: str) -> ShownTexts:
-        """Return whose words a text has, and where."""
+        """Return where a text has the words of which messages."""
         words = ((match.start(), self.message_indices.get(match.group())) for match in _WORD.finditer(text))
         return ShownTexts(text, tuple((start, index) for start, index in words if index is not None))
 
@@ -75,16 +75,16 @@ class ShownTexts:
 
     text: str = ""
     words: tuple[tuple[int, int], ...] = ()
-    """Where each marker word begins, and the message that it belongs to. None where that is not known."""
+    """Where each marker word begins, and the message that it belongs to; empty if that is unknown."""
 
     @property
     def order(self) -> list[int]:
-        """The messages of the words, in their order."""
+        """The message of each word, in the order of the text."""
         return [index for _, index in self.words]
 
 
 def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
-    """Return the skeleton of a history; what was empty stays empty."""
+    """Return the skeleton of a history; empty texts stay empty."""
     fields: dict[str, str] = {}
     message_indices: dict[str, int] = {}
 
@@ -104,7 +104,7 @@ def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
                 ToolCall(
                     call.id,
                     word(index, f"tool_calls[{number}].name"),
-                    # The odd space shows whether the text is copied or serialized again.
+                    # The extra space shows whether the template copies the text or serializes it again.
                     f'{{"qzkey":  "{word(index, f"tool_calls[{number}].arguments_json")}"}}',
                 )
                 for number, call in enumerate(message.tool_calls)
@@ -119,14 +119,14 @@ def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
 def find_traits(render: Render, *, has_tools: bool) -> TemplateTraits:
     """Return what the template supports in conversations with tools on offer, or in those without.
 
-    A model may have a template for each. Raises TemplateTooLong for one that goes on and on.
+    A model may have a template for each. Raises TemplateTooLong if a template runs too long.
     """
     probes = _Probes(render, [_TOOL] if has_tools else [])
     # Each method builds on the traits that those before it have set.
     probes.find_form()
     probes.find_tools()
     if has_tools and not probes.traits.shows_tools:
-        # A request with tools is refused; what the template does with calls is known without them.
+        # Requests with tools will be refused; how the template writes past calls is found without tools.
         return dataclasses.replace(find_traits(render, has_tools=False), shows_tools=False)
     probes.find_roles()
     probes.find_calls()
@@ -155,7 +155,7 @@ class _Probes:
             traits = dataclasses.replace(self.traits, tool_position=location, tool_form=form)
             text = self._text(asked, traits, tools=[_BARE_TOOL])
             if text is not None and _BARE_TOOL.name in text and "qzaskedqz" in text:
-                # Without tools there is no need of a system's turn.
+                # Without tools no system turn is needed.
                 location = location if self._tools else self.traits.tool_position
                 self.traits = dataclasses.replace(traits, tool_position=location)
                 return
@@ -166,7 +166,7 @@ class _Probes:
         self._choose("e", "eau", filler=("", "..."))
 
     def find_calls(self) -> None:
-        """Find the form in which calls and results are shown; without one they are written as text."""
+        """Find the form in which calls and results are shown; if there is none, they are written as text."""
         self._choose(
             "uc",
             shows_tool_calls=(True, False),
@@ -207,7 +207,7 @@ class _Probes:
         self.traits = dataclasses.replace(self.traits, reasoning_key=key)
 
     def _choose(self, *histories: str, **choices: Iterable[Any]) -> None:
-        """Take the choices with which most histories are shown; the first ones where several are as good."""
+        """Take the choices with which most histories are shown; of equally good ones the first."""
         best, best_count = self.traits, -1
         for values in itertools.product(*choices.values()):
             traits = dataclasses.replace(self.traits, **dict(zip(choices, values, strict=True)))
@@ -231,7 +231,7 @@ class _Probes:
         return not skeleton.lost_fields(text) and (not shows_tools or _TOOL.name in text)
 
     def _has_own_developer(self) -> bool:
-        """Whether a developer's turn is written differently from a system's and an unknown role's."""
+        """Whether a developer turn is written differently from a system turn and from an unknown role's."""
         traits = dataclasses.replace(self.traits, knows_developer=True)
         own, *others = (
             (self._text(_skeleton(f"{role}u").messages, traits) or "").lower().replace(_ROLES[role], "")
@@ -248,7 +248,7 @@ class _Probes:
     def _text(
         self, messages: Sequence[ChatMessage], traits: TemplateTraits, *, tools: Sequence[Tool] | None = None
     ) -> str | None:
-        """Return what the template writes; None where it refuses."""
+        """Return what the template writes; None if it refuses."""
         try:
             with step_limit():
                 return self._render(fit(messages, traits), self._tools if tools is None else tools, traits)
@@ -271,16 +271,16 @@ def _with_reasoning(history: str) -> list[ChatMessage]:
 
 @functools.cache
 def _skeleton(history: str) -> Skeleton:
-    """Return the skeleton of a history that is spelled in letters.
+    """Return the skeleton of a history, given as one letter for each turn.
 
-    System, developer, user, assistant, an empty user (e); a call, two at once (p), one beside a text (b), a
-    result, the same again (t), one of no call (o).
+    s, d, u, a: system, developer, user, assistant. e: an empty user turn. c, p, b: a call, two at once, one
+    with text. r, t, o: a result, the same again, one without a call.
     """
     messages: list[ChatMessage] = []
     open_ids: list[str] = []
     for index, letter in enumerate(history):
         if letter in _CALL_COUNTS:
-            # Longer than some templates take, and without the name that others look for in it.
+            # Some templates do not take ids as long as this; others look for the tool's name in the id.
             open_ids = [f"call_qz{index}_{i}_0123456789" for i in range(_CALL_COUNTS[letter])]
             calls = tuple(ToolCall(id, "a", json.dumps({})) for id in open_ids)
             messages.append(ChatMessage("assistant", "a" if letter == "b" else "", tool_calls=calls))
@@ -303,7 +303,7 @@ class TemplateTooLong(Exception):
 
 @contextlib.contextmanager
 def step_limit(line_count: int = STEP_LIMIT) -> Iterator[None]:
-    """Raise TemplateTooLong from within a Jinja template that runs for more lines, on this thread."""
+    """Raise TemplateTooLong from within a Jinja template that runs more lines than this, on this thread."""
     left = line_count
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:

@@ -20,7 +20,7 @@ from icehouse_server.text.chat.traits import Arguments, EmptyContent, TemplateTr
 
 
 class ChatTemplate:
-    """`wrapper` is mlx-lm's TokenizerWrapper, whose `apply_chat_template` is used for its text only."""
+    """`wrapper` is mlx-lm's TokenizerWrapper; only the text of its `apply_chat_template` is used."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
@@ -30,7 +30,7 @@ class ChatTemplate:
     def traits(self, *, has_tools: bool) -> TemplateTraits:
         """Return what the template supports in conversations with tools on offer, or in those without.
 
-        The first look renders some dozens of tiny ones. Raises InvalidRequest for a template without an end.
+        The first call renders dozens of tiny ones. Raises InvalidRequest if the template runs too long.
         """
         if has_tools not in self._traits:
             try:
@@ -46,7 +46,7 @@ class ChatTemplate:
         return traits
 
     def _probe(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], traits: TemplateTraits) -> str:
-        # As a prompt ends: with the header of a reply, unless one comes last.
+        # Prompts end with the header of a reply, unless a reply comes last.
         is_answered = messages[-1].role == "assistant"
         return self._render(messages, tools=tools, traits=traits, adds_generation_prompt=not is_answered)
 
@@ -59,8 +59,8 @@ class ChatTemplate:
         adds_generation_prompt: bool = False,
         continues_final_message: bool = False,
     ) -> str:
-        """Return the text of turns that `fit` has prepared; raises InvalidRequest with the template's own
-        message if it refuses them."""
+        """Return the text of turns that `fit` has prepared; raises InvalidRequest, with the template's own
+        message, if it refuses them."""
         arguments = arguments or {}
         for name in sorted(arguments):
             if name in self._reserved:
@@ -95,10 +95,10 @@ class ChatTemplate:
         arguments: Mapping[str, Any],
         adds_generation_prompt: bool,
     ) -> ShownTexts:
-        """Raise InvalidRequest for a history of which the template would silently drop a text.
+        """Raise InvalidRequest if the template would silently drop a text of this history.
 
-        Reasoning does not count: templates drop that of past turns on purpose. Return where the
-        template shows each message; nothing where that is not known.
+        Reasoning does not count: templates drop that of past turns on purpose. Return where the template
+        shows each message; empty if that is unknown.
         """
         skeleton, traits = skeleton_of(messages), self.traits(has_tools=bool(tools))
         try:
@@ -109,7 +109,7 @@ class ChatTemplate:
                 arguments=arguments,
                 adds_generation_prompt=adds_generation_prompt,
             )
-        except Exception:  # as above; the history itself is rendered besides
+        except Exception:  # as above; rendering the history itself reports the error
             return ShownTexts()
         lost = skeleton.lost_fields(text)
         if lost:
@@ -166,11 +166,11 @@ def _invalid(message: str, *, field: str = "prompt.chat", **facts: object) -> In
 
 
 _DEPTH_LIMIT = 16
-"""Schemas inside a schema that are completed."""
+"""Levels of nested schemas that get descriptions and types."""
 
 
 def form_of(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
-    """Return a turn as the template reads it."""
+    """Return a turn in the form that the template reads."""
     form: dict[str, Any] = {"role": message.role, "content": _content_of(message, traits)}
     if message.name:
         form["name"] = message.name
@@ -191,7 +191,7 @@ def form_of(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def offer(tool: Tool, form: ToolForm = ToolForm.WRAPPED) -> dict[str, Any]:
-    """Return a tool as templates and parsers of calls want it."""
+    """Return a tool in the form that templates and call parsers want."""
     is_whole = form is not ToolForm.WRAPPED
     function: dict[str, Any] = {"name": tool.name}
     if tool.description or is_whole:
@@ -202,7 +202,7 @@ def offer(tool: Tool, form: ToolForm = ToolForm.WRAPPED) -> dict[str, Any]:
 
 
 def _arguments_of(call: ToolCall, form: Arguments) -> str | dict[str, Any]:
-    """Return a call's arguments; where they must be an object, any other text is put into one."""
+    """Return a call's arguments; if they must be an object, any other text is wrapped in one."""
     text = call.arguments_json
     if form is Arguments.VERBATIM:
         return text
@@ -227,7 +227,7 @@ def _content_of(message: ChatMessage, traits: TemplateTraits) -> str | list[dict
 
 
 def _parts_of(message: ChatMessage) -> list[dict[str, str]]:
-    """Return text and images as templates of vision models want them."""
+    """Return text and images as the parts that templates of vision models want."""
     parts: list[dict[str, str]] = []
     start = 0
     for position in (*(placed.position for placed in message.images), len(message.content)):

@@ -7,17 +7,17 @@ import enum
 
 
 class CallIds(enum.Enum):
-    """Which ids of calls a template supports."""
+    """Which call ids a template supports."""
 
     ANY = enum.auto()
     NINE_LETTERS = enum.auto()
     """Nine letters and digits, as Mistral's."""
     NAMED = enum.auto()
-    """`functions.NAME:INDEX`, as Kimi's: the name is written only as a part of the id."""
+    """`functions.NAME:INDEX`, as Kimi's: the template writes the name only as part of the id."""
 
 
 class Arguments(enum.Enum):
-    """In which form a template wants the arguments of a call."""
+    """The form in which a template wants a call's arguments."""
 
     VERBATIM = enum.auto()
     """JSON that it writes unchanged, so that arguments stay as the model wrote them."""
@@ -27,12 +27,12 @@ class Arguments(enum.Enum):
 
 
 class ToolForm(enum.Enum):
-    """In which form a template wants a tool."""
+    """The form in which a template wants a tool."""
 
     WRAPPED = enum.auto()
     """`{"type": "function", "function": …}` with the fields that the caller gave."""
     COMPLETE = enum.auto()
-    """The same with every field that a template may ask for."""
+    """The same, with every field that a template may read."""
     PLAIN = enum.auto()
     """The function alone, with every field."""
 
@@ -42,44 +42,44 @@ class ToolPosition(enum.Enum):
 
     VARIABLE = enum.auto()
     BESIDE_SYSTEM = enum.auto()
-    """In its variable, but it shows them only where a system's turn comes first."""
+    """In its variable, but it shows them only if a system turn comes first."""
     IN_SYSTEM = enum.auto()
-    """In the first turn, the system's, as a text."""
+    """In the first turn, the system's, as text."""
 
 
 class EmptyContent(enum.Enum):
-    """What content an assistant's turn without text has."""
+    """The content of an assistant's turn without text."""
 
     TEXT = enum.auto()
     """An empty text."""
     PARTS = enum.auto()
-    """A list with an empty text."""
+    """A list of parts with one empty text."""
     NONE = enum.auto()
     """None beside calls, an empty text elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """The result of rendering small histories; by default everything is supported.
+    """What rendering small histories has shown; by default everything is supported.
 
-    What a template does not take or show is written in another form, so that nothing is lost.
+    Whatever a template does not take or show is written in another form, so that nothing is lost.
     """
 
     part_roles: frozenset[str] = frozenset()
     """Roles whose content is shown only as a list of parts."""
     wants_tool_list: bool = False
-    """Without tools it needs an empty list of them, or it fails."""
+    """Whether it fails without tools unless it gets an empty list of them."""
     filler: str = ""
-    """The text of empty turns; not empty where the template refuses those."""
+    """The text of empty turns; not empty if the template refuses those."""
 
     knows_developer: bool = False
-    """It has a form of its own for "developer"; elsewhere the role becomes system."""
+    """Whether it writes "developer" in a form of its own; if not, the role becomes system."""
     takes_first_system: bool = True
     takes_later_system: bool = True
     takes_lone_system: bool = True
-    """A system's turn with no other turn behind it."""
+    """Whether it takes a system turn alone."""
     takes_repeated_roles: bool = True
-    """False where user and assistant must alternate."""
+    """False if user and assistant must alternate."""
     takes_first_assistant: bool = True
 
     shows_tools: bool = True
@@ -95,10 +95,10 @@ class TemplateTraits:
     takes_parallel_calls: bool = True
     takes_text_beside_calls: bool = True
     takes_open_calls: bool = True
-    """A call without a result before other turns."""
+    """Whether other turns may follow a call that has no result."""
     takes_stray_results: bool = True
-    """A result that does not follow the turn with its call."""
+    """Whether a result may come elsewhere than after the turn with its call."""
     takes_user_after_result: bool = True
 
     reasoning_key: str = "reasoning_content"
-    """The key of a turn's reasoning; empty where reasoning is a part of the content."""
+    """The key of a turn's reasoning; empty if reasoning is part of the content."""

@@ -18,7 +18,7 @@ _KEY = r"(?P<name>[^<>\n]{1,200})"
 
 
 def _keyed(prefix: str) -> TagCalls:
-    """Return the notation with a tag for each key and one for each value."""
+    """Return a notation with a tag for each key and one for each value."""
     return TagCalls(
         (f"<{prefix}tool_call>",),
         (f"</{prefix}tool_call>",),
@@ -31,7 +31,7 @@ def _keyed(prefix: str) -> TagCalls:
 
 
 def _invoked(section: str, prefix: str, *, kind: str = "") -> TagCalls:
-    """Return the notation with `invoke` and `parameter`; `kind` is a pattern of what follows a name."""
+    """Return a notation with `invoke` and `parameter` tags; `kind` is a pattern of what follows a name."""
     return TagCalls(
         (f"<{section}>",),
         (f"</{section}>",),
@@ -139,7 +139,7 @@ _CHANNELS = (
         tokens=("<|recipient|>", "<|content|>", "<|from|>"),
     ),
 )
-"""They write messages with headers."""
+"""Families that write messages with headers."""
 
 _TAGS = (
     Family(
@@ -220,7 +220,7 @@ _TAGS = (
         aliases=("minicpm5",),
     ),
 )
-"""They write calls in tags, values without types."""
+"""Families that write calls in tags, and values without types."""
 
 _NAMED = (
     Family(
@@ -275,7 +275,7 @@ _NAMED = (
         shown=("<function=", "</function>"),
     ),
 )
-"""They write a call as the tool's name and then its arguments in JSON."""
+"""Families that write a call as the tool's name and then its arguments in JSON."""
 
 _PYTHON = (
     Family(
@@ -329,7 +329,7 @@ _PYTHON = (
         shown=("```tool_code",),
     ),
 )
-"""They write calls in the syntax of functions."""
+"""Families that write calls in the syntax of functions."""
 
 _JSON = (
     Family(
@@ -434,6 +434,6 @@ _JSON = (
         shown=("please directly output an empty list", '{"name": "func_name1", "arguments": {'),
     ),
 )
-"""They write calls as JSON objects."""
+"""Families that write calls as JSON objects."""
 
 FAMILIES = (*_CHANNELS, *_TAGS, *_NAMED, *_PYTHON, *_JSON)

@@ -1,7 +1,7 @@
 """Calls as JSON: objects with a name and arguments, or a name and then the arguments.
 
-Objects stand alone, in a row or in a list, between markers or bare. Names stand before their arguments with
-markers around the parts, as `name[ARGS]{…}` and the like.
+Objects come alone, in a row or in a list, between markers or bare. Names come before their arguments, with
+markers around the parts, as in `name[ARGS]{…}`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _NAMES = frozenset({"name", "tool_name", "function_name", "tool"})
 _ARGUMENTS = frozenset({"arguments", "parameters", "args"})
 _IDS = frozenset({"id", "tool_call_id", "call_id"})
 _EMPTY = frozenset({"type", "index"})
-"""Keys without meaning for the call."""
+"""Keys that mean nothing for the call."""
 _FENCE = regex.compile(r"```[A-Za-z]{0,20}\s{0,20}")
 _SPACED_FENCE = regex.compile(r"\s{0,20}```[A-Za-z]{0,20}\s{0,20}")
 _MORE = regex.compile(r"\s{0,200}(?:[,;]\s{0,99})?\{|\s{0,99}```")
-"""What follows a call where nothing ends the section and more of them come."""
+"""What follows a call if another one comes and the section has no end marker."""
 _BEGUN = regex.compile(r"\s{0,200}(?:```[a-z]{0,9}\s{0,9})?(?:\[\s{0,200})?\{")
 _BARE = regex.compile(
     r'\s{0,200}(?:```[a-z]{0,9}\s{0,9})?\[?\s{0,200}\{\s{0,200}(?:"type"\s{0,9}:\s{0,9}"function"\s{0,9},\s{0,99})?'
@@ -35,19 +35,19 @@ _BARE = regex.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JsonCalls(Notation):
-    """Objects with a name and arguments, by their keys."""
+    """Objects whose keys give the call's name and arguments."""
 
     bare: ClassVar[Any] = _BARE
     arguments_key: str = "arguments"
-    """The key that the family writes; others are understood as well."""
+    """The key that the family writes; other usual ones are read as well."""
     is_list: bool = False
-    """The family writes them as a list."""
+    """Whether the family writes its calls as a list."""
     is_foreign: bool = False
-    """The family writes calls otherwise, and is understood all the same."""
+    """Whether the family usually writes calls in another notation; these are read all the same."""
     put_back_text: str = ""
-    """The end of each start that is the beginning of the calls already."""
+    """The end of every start marker that is already part of the calls."""
     has_late_id: bool = False
-    """Ids come behind the arguments, which wait for them."""
+    """Whether ids come after the arguments, which are held back until then."""
 
     def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         return bool(self.put_back_text) or (yield from source.ahead(_BEGUN)) is not None
@@ -118,14 +118,14 @@ class JsonCalls(Notation):
         is_closed = not self.ends or self.is_bare or bool((yield from source.sees(*self.ends)))
         if not is_closed and char and char not in "{[,;]`" and not (yield from source.sees(*self.starts)):
             raise Malformed("something follows the call")
-        # What comes next is more of them, or the end of the section was forgotten.
+        # Either another call follows, or the model forgot the end of the section.
         is_irregular = is_irregular or not (is_closed or (char and char in "{[,;]`"))
         source.put_back(gap)
         calls.end_call(is_repaired=is_irregular or reader.is_irregular, problem=reader.problem)
 
 
 class _CallObject:
-    """A reader of one object."""
+    """Reads one object."""
 
     def __init__(self, text: JsonText, calls: ReplyCalls, notation: JsonCalls) -> None:
         self._text = text
@@ -136,7 +136,7 @@ class _CallObject:
         self._id = ""
         self._is_named = False
         self._held: str | None = None
-        """Arguments that came before the name."""
+        """Arguments that are held back: they came before the name, or the id is still to come."""
         self._has_arguments = False
         self._is_irregular = False
         self.problem = ""
@@ -146,7 +146,7 @@ class _CallObject:
         return self._is_irregular or self._text.is_repaired
 
     def read(self) -> Reading[None]:
-        """Read the object and hand on the call, except for its end."""
+        """Read the object and pass on the call, except for its end."""
         yield from self._members()
         if self._name is None:
             raise Malformed("it names no tool")
@@ -229,7 +229,7 @@ class _CallObject:
             yield from self._text.value(self._calls.add_arguments)
 
     def _irregular_arguments(self) -> Reading[str]:
-        """Read arguments that are no object: a text that is one, or null."""
+        """Read arguments that are not an object: a string that contains one, or null."""
         value = strict((yield from self._text.text()))
         self._is_irregular = True
         if value is None:
@@ -252,20 +252,20 @@ class _CallObject:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedJson(Notation):
-    """A name and then arguments in JSON. A section has any number of calls: `call_start` NAME `name_end` JSON
-    `call_end`."""
+    """A name, then arguments in JSON. A section is any number of calls, each `call_start` NAME `name_end`
+    JSON `call_end`."""
 
     call_start: str = ""
     name_end: str = ""
     call_end: str = ""
     id_start: str = ""
-    """Stands between a name and the call's id, where the family writes one there."""
+    """The marker between a name and the call's id, if the family writes one there."""
     name_pattern: str = r"[\w.\-]{1,200}"
-    """A pattern of the package `regex`. Its groups `name` and `id`, where it has them, are the call's."""
+    """A pattern of the package `regex`. Its groups `name` and `id`, if any, are the call's."""
     is_lone: bool = False
-    """The start belongs to the call, so that a section has one."""
+    """Whether the start marker belongs to the call, so that a section is one call."""
     is_fenced: bool = False
-    """The family writes a code fence around the JSON."""
+    """Whether the family writes a code fence around the JSON."""
 
     @property
     def ambiguous_starts(self) -> tuple[str, ...]:
@@ -299,7 +299,7 @@ class NamedJson(Notation):
         return count
 
     def _arguments(self, source: TextSource, calls: ReplyCalls, text: JsonText) -> Reading[bool]:
-        """Read the arguments and the end of the call; return whether they are not written as usual."""
+        """Read the arguments and the end of the call; return whether they are irregular."""
         fence = yield from source.ahead(_SPACED_FENCE)
         if fence is not None:
             source.take(fence.end())
@@ -321,7 +321,7 @@ class NamedJson(Notation):
 
 @functools.cache
 def _head(notation: NamedJson) -> Any:
-    """Return the pattern of what stands before a call's arguments."""
+    """Return the pattern that matches everything before a call's arguments."""
     name = notation.name_pattern
     if "(?P<name>" not in name:
         name = f"(?P<name>{name})"

@@ -10,7 +10,7 @@ from icehouse_server.text.values.arguments import Argument
 from icehouse_server.text.values.text_source import Reading, TextSource
 
 SECTION_LENGTH_LIMIT = 1 << 18
-"""Characters of one section of calls, whose text is recorded until it ends."""
+"""Most characters of one section of calls, whose text is recorded until it ends."""
 
 
 class ReplyCalls:
@@ -20,13 +20,13 @@ class ReplyCalls:
     """
 
     good_count = 0
-    """Calls that count."""
+    """Calls that were valid."""
 
     def __init__(self, source: TextSource) -> None:
         self._source = source
 
     def begin_section(self, marker: str) -> None:
-        """Record the text from here on; `marker` was read already and comes first."""
+        """Record the text from here on, after `marker`, which was already read."""
         self._source.record(marker, limit=SECTION_LENGTH_LIMIT)
 
     def end_section(self, *, problem: str = "") -> bool:
@@ -57,39 +57,39 @@ class ReplyCalls:
     def add_untyped(
         self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, is_repaired: bool = False
     ) -> None:
-        """Take a whole call whose text gives its arguments no types."""
+        """Take a whole call of a notation that writes arguments without types."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Notation:
-    """A notation, by its markers."""
+    """A notation and its markers."""
 
     starts: tuple[str, ...] = ()
-    """Texts that begin a section; none where a reply begins with the calls themselves."""
+    """Texts that begin a section; none if a reply begins with the calls themselves."""
     ends: tuple[str, ...] = ()
-    """Texts that end a section; reading goes on behind them when a section is malformed."""
+    """Texts that end a section; after a malformed section, reading continues after the next of them."""
     is_bare: bool = False
-    """A reply may begin with calls and no start."""
+    """Whether a reply may begin with calls, without a start marker."""
 
     bare: ClassVar[Any] = None
-    """The pattern of how such calls begin, with a group `name`."""
+    """The pattern of how such bare calls begin, with a group `name`."""
 
     @property
     def ambiguous_starts(self) -> tuple[str, ...]:
-        """Starts that plain text may contain too: they count only where a call follows."""
+        """Starts that plain text may contain too: they count only if a call follows."""
         return ()
 
     def begins_bare(self, source: TextSource, calls: ReplyCalls) -> Reading[bool]:
-        """Return whether a reply begins with calls and no start; reads nothing."""
+        """Return whether a reply begins with bare calls; reads nothing."""
         match = (yield from source.ahead(self.bare)) if self.is_bare else None
         return match is not None and calls.offers(match["name"])
 
     def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
-        """Return whether a call seems to follow the start, and not text about it; reads nothing."""
+        """Return whether a call seems to follow the start marker, not text about it; reads nothing."""
         raise NotImplementedError
 
     def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
-        """Read the section behind `marker`, its end included; raises Malformed."""
+        """Read the section after `marker`, including its end; raises Malformed."""
         if not (yield from self._read_calls(source, calls, marker)):
             calls.end_call(problem="there is no call in it")
 
@@ -100,7 +100,7 @@ class Notation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Several(Notation):
-    """Several notations, the likeliest first. The first one that a section looks like reads it; the last one
+    """Several notations, the likeliest first. The first one that a section looks like reads it. The last one
     reads everything else, and reports what is wrong with it."""
 
     notations: tuple[Notation, ...] = ()
@@ -136,7 +136,7 @@ class Several(Notation):
 
 
 def several(*notations: Notation) -> Several:
-    """Return the choice of these."""
+    """Return the choice between several notations."""
     starts = dict.fromkeys(start for notation in notations for start in notation.starts)
     ends = dict.fromkeys(end for notation in notations for end in notation.ends)
     return Several(tuple(starts), tuple(ends), notations=notations)

@@ -1,7 +1,7 @@
 """Calls in the syntax of Python functions, and Gemma's variant.
 
-Python: `[f(city="Oslo", days=2), g()]`, or one a line, between markers or bare. Gemma:
-`call:f{city:<escape>Oslo<escape>,days:2}`, keys bare, strings between marks.
+Python: `[f(city="Oslo", days=2), g()]`, or one call a line, between markers or bare. Gemma:
+`call:f{city:<escape>Oslo<escape>,days:2}`, with bare keys and strings between marks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CALL = regex.compile(rf"(?P<name>{_NAME})\s{{0,20}}\(")
 _KEYWORD = regex.compile(r"(?P<name>[A-Za-z_]\w{0,199})\s{0,20}=(?!=)\s{0,20}")
 _FENCE = regex.compile(r"```[A-Za-z_]{0,20}\s{0,20}")
 _BEHIND = regex.compile(rf"\s{{0,200}}(?:[,;]\s{{0,200}})?(?:{_NAME}\s{{0,20}}\(|\]|```|$)")
-"""What may follow a call beside the end of the section."""
+"""What may follow a call, besides the end of the section."""
 _BARE = regex.compile(rf"\s{{0,200}}\[\s{{0,200}}(?P<name>{_NAME})\s{{0,20}}\(")
 _BEGUN = regex.compile(
     rf"\s{{0,200}}(?:```[A-Za-z_]{{0,20}}\s{{0,20}})?\[?\s{{0,200}}(?P<name>{_NAME})\s{{0,20}}\("
@@ -31,13 +31,13 @@ _GEMMA_KEY = regex.compile(r"\s{0,200}(?P<name>[^\s:{}\[\],<>\"]{1,200})\s{0,20}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PythonCalls(Notation):
-    """Functions as Python calls them."""
+    """Calls as Python writes them."""
 
     bare: ClassVar[Any] = _BARE
     is_code: bool = False
-    """What stands between the markers may be any code; calls alone are read."""
+    """Whether any code may come between the markers; only calls are read."""
     is_list: bool = True
-    """The family writes a list, and not a call a line."""
+    """Whether the family writes a list, not one call a line."""
 
     @property
     def ambiguous_starts(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class PythonCalls(Notation):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaCalls(Notation):
-    """Calls with bare keys; `quote` stands on both sides of a string."""
+    """Calls with bare keys; strings are between two `quote` marks."""
 
     quote: str
 
@@ -140,7 +140,7 @@ class GemmaCalls(Notation):
 
 @dataclasses.dataclass(slots=True)
 class _GemmaText(JsonText):
-    """A reader of JSON with bare keys, and with marks around strings."""
+    """Reads JSON with bare keys, and strings between marks."""
 
     quote: str = ""
 

@@ -1,9 +1,9 @@
-"""Recognition of a model's family of replies by what its chat template renders.
+"""Recognition of a model's reply format from what its chat template renders.
 
-The template renders a past turn with known calls, and the model's family is the one whose reader reads these
-calls back; the template's source is not searched. If the template writes no calls, the evidence is the prompt
-that offers tools, then the vocabulary's tokens, then the tokenizer's configuration. The markers of reasoning
-are what the template writes around a known thought.
+The template renders a past turn with known calls, and the model belongs to the family whose reader reads
+these calls back. The template's source is not searched. If the template writes no calls, the evidence is the
+prompt that offers tools, then the vocabulary's tokens, then the tokenizer's configuration. The reasoning
+markers are what the template writes around a known thought.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from icehouse_server.text.replies.families import FAMILIES
 from icehouse_server.text.replies.reply_format import Family, ReplyFormat
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
-# Words that no template contains, so that they can be located in its output.
+# Words that no template contains, so they can be found in its output.
 _ASKED, _ANSWERED, _THOUGHT = "qzaskedqz", "qzansweredqz", "qzthoughtqz"
 _ARGUMENTS = '{"qzwordqz": "qzvalueqz", "qznumberqz": 71}'
 _PARAMETERS = {
@@ -49,7 +49,7 @@ KNOWN_THOUGHTS = (
     ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
 )
-"""Markers that are looked for where the template shows no reasoning of past turns."""
+"""Markers to look for if the template shows no reasoning of past turns."""
 
 _TAG_BEFORE = re.compile(r"(<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\])\s*$")
 _TAG_BEHIND = re.compile(r"\s*(<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\])")
@@ -59,19 +59,19 @@ _SIDES = {"start", "end", "begin", "open", "close"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a tokenizer knows."""
+    """What a tokenizer knows about its tokens."""
 
     tokens: Collection[str]
     added: Collection[str]
-    """Those that were added to it as whole tokens, special or not."""
+    """Tokens that were added to it whole, special or not."""
     special: Collection[str]
-    """Those that decoding can hide."""
+    """Tokens that decoding can hide."""
     parser_name: str = ""
     """`tool_parser_type` of tokenizer_config.json."""
 
 
 def find_reply_format(template: ChatTemplate | None, vocabulary: Vocabulary) -> ReplyFormat:
-    """Return how to read the replies of a model; `template` is None where it has none."""
+    """Return how to read a model's replies; `template` is None if it has none."""
     probe = _Probe(template)
     thoughts, seen_in = _thoughts(probe, vocabulary)
     family, found_by = _family(probe, vocabulary, thoughts)
@@ -95,7 +95,7 @@ _LIKE_THOUGHTS = re.compile(r"think|thought|reason|channel", re.IGNORECASE)
 
 
 def _unread(vocabulary: Vocabulary, format: ReplyFormat) -> tuple[str, ...]:
-    """Return tokens that look like markers and that nothing reads."""
+    """Return the tokens that look like markers but that no reader reads."""
     return tuple(
         sorted(
             token
@@ -107,7 +107,7 @@ def _unread(vocabulary: Vocabulary, format: ReplyFormat) -> tuple[str, ...]:
 
 
 class _Probe:
-    """Renders probes with a template; "" for what it refuses or where there is none."""
+    """Renders probes with a template; returns "" if it refuses, or if there is no template."""
 
     def __init__(self, template: ChatTemplate | None) -> None:
         self._template = template
@@ -146,7 +146,7 @@ class _Probe:
 
     @property
     def offer(self) -> str:
-        """The prompt if tools are offered and change it; else empty."""
+        """The prompt that offers tools; empty if tools do not change it."""
         without, with_tools = self.render(), self.render(tools=_TOOLS)
         return "" if without == with_tools else with_tools
 
@@ -192,7 +192,7 @@ def _around(text: str) -> tuple[str, str]:
 
 
 _ID_FORMS = ("{index:09d}", "functions.{name}:{index}")
-"""Mistral's templates accept only ids of nine characters; Kimi's write the id and no name."""
+"""Mistral's templates accept only ids of nine characters; Kimi's write the id but not the name."""
 
 
 def _calls(count: int, id_form: str = _ID_FORMS[0]) -> tuple[ToolCall, ...]:
@@ -212,7 +212,7 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
         results = [
             read_back(ReplyFormat(family, *thoughts), reply, tools=_TOOLS, calls=calls) for family in FAMILIES
         ]
-        # A notation that reads all of the reply is preferred to one that ends earlier.
+        # Prefer a notation that reads all of the reply to one that stops earlier.
         if best := max(results):
             return FAMILIES[results.index(best)], "the chat template writes calls so"
     offer = probe.offer
@@ -220,7 +220,7 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
         family for family in FAMILIES if family.shown and all(part in offer for part in family.shown)
     ]
     if asked_for:
-        # One notation may be a part of another family's.
+        # One family's texts may be part of another's.
         longest = max(asked_for, key=lambda family: len(family.shown))
         return longest, "the prompt that offers tools asks for them so"
     for family in FAMILIES:
@@ -233,11 +233,11 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
 
 
 class ReadBack(enum.IntEnum):
-    """How well a reader reads a reply whose calls are known."""
+    """How well a reader reads back a reply whose calls are known."""
 
     NOTHING = 0
     REPAIRED = 1
-    """The calls, but they are written irregularly."""
+    """The calls, but only by repairing them."""
     CALLS = 2
     """The calls, with other text around them."""
     ALL = 3
@@ -246,7 +246,7 @@ class ReadBack(enum.IntEnum):
 def read_back(
     format: ReplyFormat, reply: str, *, tools: Sequence[Tool], calls: Sequence[ToolCall]
 ) -> ReadBack:
-    """Return how well the reader of a format reads exactly these calls in a reply."""
+    """Return how well the reader of a format reads these calls, and no others, back from a reply."""
     if not reply:
         return ReadBack.NOTHING
     splitter = ReplySplitter(format=format, tools=[offer(tool) for tool in tools], make_call_id=str)

@@ -1,8 +1,8 @@
-"""Reply format: how a model marks its reasoning and its calls in the text it writes, and how that is read.
+"""Reply format: how a model marks reasoning and calls in the text that it writes, and how that is read.
 
 Most models write text with reasoning and calls between markers. Others write messages, each with a header
-that names its recipient: gpt-oss (harmony) reasons on one channel, answers on another and calls by naming a
-recipient; Functionary and Muse Spark name recipients as well.
+that names its recipient. gpt-oss (harmony) reasons on one channel, answers on another, and calls a tool by
+naming it as the recipient; Functionary and Muse Spark name recipients as well.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ class Family:
     name: str = ""
     models: str = ""
     notation: Notation | None = None
-    """Of calls between text; None where `layout` has one."""
+    """The notation of calls within text; None if `layout` has one."""
     own_call_start: str = ""
-    """What each call begins with in a template's text, markers of a section included, where that is not the
+    """What each call begins with in the template's text, including markers of a section, if that is not the
     notation's first start."""
     own_call_end: str | None = None
-    """What its text ends with, where that is not the notation's first end; empty where the end of the output
-    does."""
+    """What each call ends with, if that is not the notation's first end; empty if the end of the output ends
+    it."""
     dropped: tuple[str, ...] = ()
     """Markers around the answer, which are removed."""
     layout: ChannelReply | None = None
-    """Of replies that are not text with markers in it."""
+    """The layout of replies that are not text with markers in it."""
     thoughts: tuple[str, str] = ("", "")
-    """What begins and ends reasoning, for a layout of its own."""
+    """What begins and ends reasoning, if the family has a layout of its own."""
     shown: tuple[str, ...] = ()
-    """Texts that a prompt with tools on offer contains, all of them, where the template renders no calls."""
+    """Texts that a prompt with tools contains, all of them; used if the template renders no calls."""
     tokens: tuple[str, ...] = ()
-    """Tokens of a vocabulary that has no other use for them."""
+    """Tokens that a vocabulary has for no other use."""
     is_strict: bool = False
-    """Its calls can be held to a schema: arguments are JSON."""
+    """Whether its calls can be held to a schema, because arguments are JSON."""
     id_form: str = ""
-    """How the family names its calls, with {name} and {index}; empty where it takes any id."""
+    """The form of its call ids, with {name} and {index}; empty if it takes any id."""
     aliases: tuple[str, ...] = ()
     """Names that tokenizer_config.json may give the notation as its `tool_parser_type`."""
     tested_with: str = ""
-    """Models whose own chat template the tests use; for others they have a template of their own."""
+    """Models whose own chat template the tests use; for other models the tests wrote one."""
 
     @property
     def call_start(self) -> str:
@@ -67,7 +67,7 @@ class Family:
 
     @property
     def call_markers(self) -> tuple[str, ...]:
-        """Texts that a reply's calls need to be seen by."""
+        """Texts that must be visible in a reply for its calls to be found."""
         notation = self.notation if self.layout is None else self.layout.notation
         around = () if notation is None else (*notation.starts, *notation.ends)
         return (*around, self.call_start, self.call_end)
@@ -75,23 +75,23 @@ class Family:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """How one model writes replies. Strings are empty where it has no such marker."""
+    """How one model writes replies. A string is empty if the model has no such marker."""
 
     family: Family = dataclasses.field(default_factory=Family)
-    """How its calls are written; without a name where they cannot be read."""
+    """How its calls are written; a family without a name if they cannot be read."""
     think_start: str = ""
     think_end: str = ""
     evidence: tuple[str, ...] = ()
     """How it was recognized, in words."""
     unread_markers: tuple[str, ...] = ()
-    """Tokens that look like markers and that nothing reads."""
+    """Tokens that look like markers but that no reader reads."""
     hides_markers: bool = False
-    """Whether plain detokenization hides markers of reasoning, which are special tokens then."""
+    """Whether plain detokenization hides the reasoning markers, because they are special tokens."""
     hides_call_markers: bool = False
 
     @property
     def layout(self) -> MarkedReply | ChannelReply:
-        """How a reply is laid out; the markers of reasoning are for text with markers in it."""
+        """How a reply is laid out; the reasoning markers matter only for text with markers in it."""
         family = self.family
         return family.layout or MarkedReply(self.think_start, self.think_end, family.notation, family.dropped)
 
@@ -116,19 +116,19 @@ class ReplyFormat:
         return self.family.layout is not None or bool(self.family.dropped)
 
     def hides(self, *, reads_calls: bool) -> bool:
-        """Whether markers that matter are hidden by plain detokenization."""
+        """Whether plain detokenization hides markers that matter."""
         return self.hides_markers or (reads_calls and self.hides_call_markers)
 
 
 class Sink(Protocol):
-    """Takes what a layout reads."""
+    """Receives what a layout reads."""
 
     is_reasoning: bool
     """Whether what comes next is reasoning; the layout sets it."""
 
     @property
     def calls(self) -> ReplyCalls | None:
-        """Takes the calls; None where they are text."""
+        """Receives the calls; None if calls are plain text."""
         ...
 
     def add_text(self, text: str) -> None: ...
@@ -137,7 +137,7 @@ class Sink(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MarkedReply:
-    """Text with thoughts and calls between markers."""
+    """Text with reasoning and calls between markers."""
 
     think_start: str = ""
     think_end: str = ""
@@ -151,7 +151,7 @@ class MarkedReply:
         return [marker for marker in (self.think_start, self.think_end, *self.dropped) if marker]
 
     def opening(self, prompt: str) -> str:
-        """Return the beginning of a reply that a prompt ends with; a reader is given it first."""
+        """Return the start of the reply that a prompt ends with; a reader is given it first."""
         return ""
 
     def read(self, source: TextSource, sink: Sink) -> Reading[None]:
@@ -190,7 +190,7 @@ class MarkedReply:
                 sink.is_reasoning = marker == self.think_start
 
     def _section(self, source: TextSource, sink: Sink, marker: str) -> Reading[None]:
-        """Read a section of calls. A call ends reasoning; a marker that reasoning only mentions does not."""
+        """Read a section of calls. A call ends reasoning; a marker that is only mentioned in it does not."""
         calls, notation = sink.calls, self.notation
         assert calls is not None and notation is not None
         was_reasoning = sink.is_reasoning
@@ -206,12 +206,12 @@ class MarkedReply:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChannelReply:
-    """Messages with headers. Patterns are of the package `regex` and bound what repeats in them."""
+    """Messages with headers. Patterns are of the package `regex` and bound all repetitions."""
 
     header: Any
     """Matches a whole header. Text without a header is the answer."""
     message_ends: tuple[str, ...]
-    """What ends a message; a header follows."""
+    """What ends a message, before the next header."""
     header_starts: tuple[str, ...]
     """What begins a header; it ends a message as well."""
     reasoning: Any = None
@@ -219,9 +219,9 @@ class ChannelReply:
     call: Any = None
     """Matches in the header of a call; its group `name` is the tool."""
     notation: Notation | None = None
-    """Reads sections of calls inside of messages."""
+    """Reads sections of calls inside messages."""
     needs_offer: bool = False
-    """A header counts only if it names the user or a tool on offer; anything else is text."""
+    """Whether a header counts only if it names the user or a tool on offer; anything else is text."""
     user_recipient: str = ""
     """The recipient that stands for the user."""
 
@@ -230,7 +230,7 @@ class ChannelReply:
         return (*self.message_ends, *self.header_starts)
 
     def opening(self, prompt: str) -> str:
-        """Return the header of the message that the prompt ends in, "" where it ends before one."""
+        """Return the header of the message that the prompt ends within, "" if it ends before a header."""
         start_index = max((prompt.rfind(start) for start in self.header_starts[:1]), default=-1)
         match = self.header.match(prompt, start_index) if start_index >= 0 else None
         if match is None or any(end in prompt[match.end() :] for end in self.message_ends):
@@ -263,7 +263,7 @@ class ChannelReply:
                 source.put_back(ending)
 
     def _header(self, source: TextSource, sink: Sink) -> Reading[str | None]:
-        """Return the next header, "" where text comes next, None at the end."""
+        """Return the next header, "" if text comes next, None at the end."""
         match = yield from source.ahead(self.header)
         if match is not None:
             name = match.groupdict().get("name")
@@ -324,7 +324,7 @@ class ChannelReply:
 def _read_section(
     source: TextSource, calls: ReplyCalls, marker: str, *, reading: Reading[str | None], ends: Sequence[str]
 ) -> Reading[tuple[bool, str]]:
-    """Read a section of calls to its end; a malformed one goes on to one of `ends`.
+    """Read a section of calls to its end; if it is malformed, skip to one of `ends`.
 
     Return whether it could be read, and the text that ended it.
     """

@@ -1,7 +1,7 @@
 """Reply splitter: splits a model's output into text, reasoning and calls. On the rpc thread, one per output.
 
-How the output arrives in parts does not matter: once neighbours of one kind are joined, the pieces are the
-same. Calls that the model writes as JSON are emitted as they arrive, others at their end.
+It does not matter how the output is cut into parts: once neighbours of one kind are joined, the pieces are
+the same. Calls that the model writes as JSON are emitted as they arrive, others when they end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from icehouse_server.text.values.text_source import TextSource
 
 
 class ReplySplitter:
-    """Takes an output's text in parts of any length. `push` and `finish` return what is certain."""
+    """Takes an output's text in parts of any length. `push` and `finish` return pieces that are certain."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ReplySplitter:
         self.is_reasoning = is_reasoning
         self._reading = format.layout.read(self._source, self)
         self._feed(opening)
-        # Pieces of the text that the prompt ended with are emitted with the first that follow.
+        # Pieces of `opening` are emitted with the first pieces that follow.
 
     @property
     def has_calls(self) -> bool:
@@ -56,7 +56,7 @@ class ReplySplitter:
         return self._emitted()
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """End the output and return what was held back; `is_cut` where a limit ended it and not the model."""
+        """End the output and return what was held back; `is_cut` if a limit ended it, not the model."""
         self._source.end(is_cut=is_cut)
         next(self._reading, None)
         return self._emitted()
@@ -110,7 +110,7 @@ class _OpenCall:
 
 class _CheckedCalls(ReplyCalls):
     """Turns the calls of one output into pieces for `emit`, and checks each at its end: its tool must be on
-    offer, and its arguments must fit the schema. A call that fails is withdrawn, its text is malformed."""
+    offer, and its arguments must fit the schema. A call that fails is withdrawn; its text is malformed."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _CheckedCalls(ReplyCalls):
         self.end_call(is_repaired=is_repaired)
 
     def _misfit(self, call: _OpenCall) -> str:
-        """Return why the tool cannot take the arguments, "" where it can."""
+        """Return why the tool cannot take the arguments, "" if it can."""
         try:
             value = strict("".join(call.arguments))
             if not isinstance(value, dict):
@@ -228,7 +228,7 @@ class _CheckedCalls(ReplyCalls):
         return self._schemas[name]
 
     def _withdraw(self) -> None:
-        """Take back what was emitted of the open call."""
+        """Withdraw what was emitted of the open call."""
         if self._open is not None and self._open.is_emitted:
             self._emit(CallPiece(self._next_index, is_withdrawn=True))
             self._next_index += 1

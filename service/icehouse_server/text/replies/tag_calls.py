@@ -1,9 +1,9 @@
-"""Calls in tags: each argument between an opening and a closing tag, its value written without a type.
+"""Calls in tags: each argument is between an opening and a closing tag, and its value has no type.
 
-A value may contain closing tags. It ends at the closing tag that structure follows: the next argument, or
-the end of the call and then white space, another call or the end of the output. Tags of arguments that open
+A value may contain closing tags. It ends at the first closing tag that structure follows: the next argument,
+or the end of the call and then white space, another call or the end of the output. Argument tags that open
 inside a value close inside it. If text follows the end of a call, the value may continue, so the call is held
-back until the output ends. If two readings are possible then, the call is malformed.
+back until the output ends. If two readings are still possible then, the call is malformed.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _TEXT_TYPES = frozenset({"string", "true"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TagCalls(Notation):
-    """Calls in tags. Patterns are of the package `regex`, and limit every repetition."""
+    """Calls in tags. Patterns are of the package `regex` and bound all repetitions."""
 
     call_open: str
     """A pattern with a group `name`."""
     call_close: str
-    """Empty where a section has one call and its end is the call's."""
+    """Empty if a section is one call, so that its end is the call's."""
     argument_open: str
-    """A pattern with a group `name`, and a group `type` where the tag gives the value's type."""
+    """A pattern with a group `name`, and a group `type` if the tag gives the value's type."""
     value_open: str
     """The beginning of the tag that opens a value; such tags inside a value belong to it."""
     argument_close: str
     has_line_breaks: bool = False
-    """A line break behind the opening tag and one before the closing tag do not belong to the value."""
+    """Whether the value excludes one line break after the opening tag and one before the closing tag."""
     is_python: bool = False
-    """The family spells True, False and None."""
+    """Whether the family spells True, False and None."""
     begins_with_call: bool = False
-    """The start is the beginning of the first call's tag."""
+    """Whether the start marker is also the beginning of the first call's tag."""
     is_foreign: bool = False
-    """The family writes a tag around its calls; this reads calls where it forgot the tag."""
+    """Whether this reads calls whose surrounding tag the model forgot."""
     has_cdata: bool = False
-    """Values with markup in them stand in <![CDATA[…]]>."""
+    """Whether values that contain markup are in <![CDATA[…]]>."""
 
     @property
     def ambiguous_starts(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class TagCalls(Notation):
         calls.add_untyped(name, arguments, is_python=self.is_python, is_repaired=is_irregular)
 
     def _bare(self, text: str) -> str:
-        """Return a value without what the notation puts around it."""
+        """Return a value without the line breaks or CDATA that the notation puts around it."""
         if self.has_cdata and (match := _CDATA.fullmatch(text)) is not None:
             return str(match[1])
         if self.has_line_breaks:
@@ -139,7 +139,7 @@ class TagCalls(Notation):
             value.add(tag)
 
     def _name_of(self, source: TextSource, value: _Value, tag: str) -> Reading[str]:
-        """Return the name of the argument that a tag inside a value opens, "" for none."""
+        """Return the name of the argument that a tag inside a value opens, "" if none."""
         if self.argument_open.endswith(tag):
             match = _patterns(self).named_before.search(value.tail + tag)
         else:
@@ -147,28 +147,28 @@ class TagCalls(Notation):
         return "" if match is None else str(match["name"]).strip()
 
     def _follows(self, source: TextSource) -> Reading[Literal["", "structure", "end of a call"]]:
-        """Return what follows a closing tag: structure alone, or the end of a call before a text."""
+        """Return what follows a closing tag: only structure, or the end of a call and then text."""
         patterns = _patterns(self)
         match = yield from source.ahead(patterns.strict)
-        # Whether the output was cut off is known only now, where its end was waited for.
+        # Only now that its end has arrived is it known whether the output was cut off.
         if match is not None and (not source.is_cut or patterns.cut.match(source.rest) is not None):
             return "structure"
         return "end of a call" if (yield from source.ahead(patterns.loose)) is not None else ""
 
 
 _TAIL_LENGTH = 500
-"""Characters that the tag with an argument's name takes at most."""
+"""Most characters of the tag with an argument's name."""
 
 
 class _Value:
-    """A value whose end is not known yet. `depth` counts tags of arguments that are open inside it."""
+    """A value whose end is not known yet. `depth` counts the argument tags that are open inside it."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
         self._length = 0
         self.depth = 0
         self.is_irregular = False
-        """A tag inside it names an argument of the tool, so a closing tag may be missing."""
+        """Whether a tag inside it names an argument of the tool, so that a closing tag may be missing."""
         self._ends: list[_PossibleEnd] = []
         self._call_count = 0
         self._open_call_count = 0
@@ -179,7 +179,7 @@ class _Value:
 
     @property
     def tail(self) -> str:
-        """What was read of it last."""
+        """The last part that was read."""
         return "".join(self._parts[-_TAIL_LENGTH:])[-_TAIL_LENGTH:]
 
     def add(self, text: str) -> None:
@@ -204,7 +204,7 @@ class _Value:
         self._ends.append(end)
 
     def at_output_end(self, source: TextSource, closing: str) -> str:
-        """Return the value once the output has ended, and put back the text behind it."""
+        """Return the value once the output has ended, and put back the text after it."""
         if not self._ends or source.is_cut:
             raise Malformed("the output ended inside an argument")
         end = self._only_end()
@@ -215,11 +215,11 @@ class _Value:
         return text[: end.length]
 
     def _only_end(self) -> _PossibleEnd:
-        """Return the only end that is possible; raises Malformed where there are several."""
+        """Return the only possible end; raises Malformed if there are several."""
         balanced = [end for end in self._ends if end.is_balanced]
         first = balanced[0] if balanced else self._ends[0]
         for end in self._ends:
-            # Behind the first one stand whole calls, and text between them.
+            # After the first end come whole calls with text between them, so a later end is in one of those.
             is_in_later_call = (
                 end.call_count > first.call_count and end.open_call_count == first.open_call_count
             )
@@ -230,30 +230,30 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PossibleEnd:
-    """A closing tag with structure behind it, although tags are open or text may follow."""
+    """A closing tag that structure follows, although tags are open or text may follow."""
 
     length: int
-    """Of the value before it."""
+    """Characters of the value before it."""
     is_balanced: bool
     call_count: int
-    """Tags that begin a call in the value before it."""
+    """How many tags begin a call in the value before it."""
     open_call_count: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Patterns:
-    """What a notation looks for, compiled."""
+    """The compiled patterns of a notation."""
 
     call_open: Any
     argument_open: Any
     tag_name: Any
-    """The name in a tag that opens a value, behind its beginning."""
+    """The name in a tag that opens a value, after the tag's beginning."""
     named_before: Any
-    """The name in a tag of its own before the one that opens a value."""
+    """The name, if it has a tag of its own before the one that opens a value."""
     strict: Any
-    """Structure behind a closing tag, with nothing else behind it."""
+    """Structure after a closing tag, with no text after it."""
     cut: Any
-    """The same where the output was cut off, so that its end proves nothing."""
+    """The same if the output was cut off, so that its end proves nothing."""
     loose: Any
     """The end of a call."""
     end: Any
@@ -289,5 +289,5 @@ def _any_of(*texts: str) -> str:
 
 
 def _unnamed(pattern: str) -> str:
-    """Return a pattern without the names of its groups, so that it can stand in another one."""
+    """Return a pattern without group names, so that it can be part of another one."""
     return str(regex.sub(r"\(\?P<\w+>", "(?:", pattern))

@@ -1,13 +1,13 @@
-"""Arguments of a call: what their text means under the schema of its tool, and whether they fit it.
+"""Arguments of a call: what their text means under the tool's schema, and whether they fit it.
 
-Formats like XML write values without types. Every possible reading of a text is tried, the strictest first,
-and the first value that the schema allows counts: null, true, a number, an object, a list, and last the text
-itself, unchanged. So a string stays a string where only strings fit, and unions, lists of types, references,
-constants and enumerations need no rules of their own.
+Formats like XML write values without types. Each possible reading of a text is tried, the strictest first,
+and the first value that the schema allows is taken: null, true, a number, an object, a list, and last the
+text itself, unchanged. So a string stays a string where only strings fit, and unions, lists of types,
+references, constants and enumerations need no rules of their own.
 
-The check is JSON Schema, draft 2020-12, on the event loop, so its cost is bounded: steps are counted,
-patterns are matched with a time limit, and references are resolved within the schema alone. An invalid
-keyword constrains nothing, as if it were not there.
+The check is JSON Schema, draft 2020-12. It runs on the event loop, so its cost is bounded: steps are counted,
+patterns have a time limit, and references are resolved only within the schema. An invalid keyword constrains
+nothing, as if it were not there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from icehouse_server.text.values.literals import (
 from icehouse_server.text.values.text_source import Malformed
 
 STEP_LIMIT = 30_000
-"""Keywords that are evaluated for one value; each takes some microseconds."""
+"""Most keywords that are evaluated for one value; each takes some microseconds."""
 
 _MATCH_LIMIT_S = 0.02
 """For matching one pattern once."""
@@ -48,7 +48,7 @@ _INVALID_SCHEMA = (
     *(TypeError, AttributeError, ValueError, ZeroDivisionError, OverflowError),
     *(re.error, regex.error, UnknownType, Unresolvable),
 )
-"""What evaluating an invalid keyword or resolving an invalid reference raises."""
+"""What evaluating an invalid keyword or resolving an invalid reference may raise."""
 
 Keyword = Callable[[Any, Any, Any, Any], Any]
 
@@ -59,12 +59,12 @@ class TooCostly(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument as a format without types writes it."""
+    """One argument of a format without types."""
 
     name: str
     text: str
     is_text: bool | None = None
-    """Whether it is a string, where the format says so."""
+    """Whether it is a string; None if the format does not say."""
 
 
 class ArgumentsSchema:
@@ -79,8 +79,8 @@ class ArgumentsSchema:
         self._properties: dict[str, Any] = {}
 
     def problem(self, value: Any, *, schema: Any = None) -> str:
-        """Return why a value does not fit, "" if it does; `schema` is a part of this one, and all of it when
-        left out. Raises TooCostly."""
+        """Return why a value does not fit, "" if it does. `schema` is a part of this schema; left out, all of
+        it. Raises TooCostly."""
         _steps.count = 0
         validator = self._validator if schema is None else self._validator.evolve(schema=schema)
         try:
@@ -90,9 +90,9 @@ class ArgumentsSchema:
         return "" if error is None else _description(error)
 
     def read(self, argument: Argument, *, is_python: bool = False) -> ReadValue:
-        """Return what the text of one argument means; the likeliest where nothing fits the schema.
+        """Return what the text of one argument means; the likeliest reading if none fits the schema.
 
-        `is_python` where the family spells True, False and None. Raises TooCostly.
+        `is_python` if the family spells True, False and None. Raises TooCostly.
         """
         schema = self.of_property(argument.name)
         readings = list(_readings(argument, is_python=is_python))
@@ -106,13 +106,13 @@ class ArgumentsSchema:
         return bool(name) and (not self._root.get("properties") or self.of_property(name) != {})
 
     def of_property(self, name: str) -> Any:
-        """Return a schema for one argument; {} where the schema does not describe it."""
+        """Return the schema of one argument; {} if this schema does not describe it."""
         if name not in self._properties:
             self._properties[name] = _property_schema(self._root, name, self._resolve)
         return self._properties[name]
 
     def _resolve(self, reference: str) -> Any:
-        """Return the part that a reference names; None where there is none."""
+        """Return the part of the schema that a reference names; None if there is none."""
         try:
             return self._validator._resolver.lookup(reference).contents
         except _INVALID_SCHEMA:
@@ -146,13 +146,13 @@ def _description(error: ValidationError) -> str:
     path = ".".join(str(part) for part in error.absolute_path)
     message = error.message
     if len(message) > _MESSAGE_LENGTH_LIMIT:
-        # A long message quotes the value or the schema; the keyword's name says as much.
+        # A long message quotes the value or the schema; the keyword's name is enough.
         message = f"it does not fit the keyword {error.validator!r}"
     return f"argument {path}: {message}" if path else message
 
 
 class _Steps(threading.local):
-    """Steps of the check that this thread makes."""
+    """Steps of the check that this thread is making."""
 
     count = 0
 
@@ -176,7 +176,7 @@ def _counted(
 
 
 def _nullable(name: str) -> Keyword:
-    """Return a keyword that allows null where OpenAPI's `nullable` says so."""
+    """Return a keyword that also allows null if OpenAPI's `nullable` says so."""
     keyword: Keyword = Draft202012Validator.VALIDATORS[name]
 
     def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Any:

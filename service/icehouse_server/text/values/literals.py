@@ -1,4 +1,4 @@
-"""Literals of JSON and Python as models write them, read as they arrive and emitted as valid JSON.
+"""Literals of JSON and Python, read as they arrive from a model and emitted as valid JSON.
 
 Unambiguous mistakes are repaired; ambiguous ones are Malformed.
 """
@@ -17,10 +17,10 @@ import regex
 from icehouse_server.text.values.text_source import SPACE, SPACES, Malformed, Reading, TextSource, read_whole
 
 DEPTH_LIMIT = 200
-"""Brackets within brackets: what checks the value descends with them."""
+"""Most brackets within brackets: the checks of a value recurse as deep."""
 
 _WORD_LENGTH_LIMIT = 4300
-"""Characters of a number; Python reads no longer integers."""
+"""Most characters of a number; Python refuses longer integers."""
 _UNENDED = "the output ended inside a string"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER_LETTERS = re.compile(r"[-+0-9.eE]*")
@@ -44,25 +44,25 @@ _BEHIND_STRING = {
     "{": regex.compile(r"\s{0,200}[,:}]"),
     "": regex.compile(r"\s{0,200}$"),
 }
-"""What follows the end of a Python string: by the bracket it stands in, "f" for a call's, "" for none."""
+"""What follows a Python string, by the bracket around it: "f" for a call's, "" for none."""
 
 Emit = Callable[[str], None]
 
 
 @dataclasses.dataclass(slots=True)
 class JsonText:
-    """A reader of JSON values. `is_repaired` after any repair: of raw line breaks and tabs in strings, of a
-    comma before a closing bracket, or of brackets that are not closed before one of `ends`."""
+    """Reads JSON values. `is_repaired` is set after any repair: of raw line breaks and tabs in strings, of a
+    comma before a closing bracket, or of brackets that are still open before one of `ends`."""
 
     source: TextSource
     ends: tuple[str, ...] = ()
     is_python: bool = False
-    """True, False and None are literals too."""
+    """Whether True, False and None are literals too."""
     is_repaired: bool = False
 
     brackets: ClassVar = "{["
     may_end_with_comma: ClassVar = False
-    """Whether a comma before a closing bracket is no mistake."""
+    """Whether a comma before a closing bracket is allowed."""
 
     def value(self, emit: Emit) -> Reading[None]:
         """Read one value, emitting it as it arrives."""
@@ -121,7 +121,7 @@ class JsonText:
         return f"\\{char}"
 
     def _between(self, stack: list[str], is_fresh: bool, emit: Emit) -> Reading[str | None]:
-        """Read what stands before the next member and return it, or close brackets and return None."""
+        """Read what comes before the next member and return it, or close brackets and return None."""
         closing = _CLOSING[stack[-1]]
         gap = yield from self.source.space()
         char = yield from self.source.peek()
@@ -157,7 +157,7 @@ class JsonText:
         yield from self.source.run(SPACES, emit)
 
     def _begin(self, stack: list[str], emit: Emit) -> Reading[bool]:
-        """Read a value that has no members, or the bracket that opens one; return whether it is a bracket."""
+        """Read a scalar, or the opening bracket of a list or object; return whether it is a bracket."""
         char = yield from self.source.peek()
         if not char or char not in self.brackets:
             yield from self._scalar(emit, char, "".join(stack[-1:]))
@@ -169,7 +169,7 @@ class JsonText:
         return True
 
     def _scalar(self, emit: Emit, char: str, within: str) -> Reading[None]:
-        """Read a value that begins with `char`, "" at the end, in the bracket `within`, "" in none."""
+        """Read a scalar that begins with `char` ("" at the end) in the bracket `within` ("" for none)."""
         if char == '"':
             yield from self.string(emit)
         elif char and char in "-0123456789":
@@ -193,26 +193,26 @@ class JsonText:
 
 
 def _end_of(opening: str) -> str:
-    """Return the bracket of JSON that closes one."""
+    """Return JSON's closing bracket for an opening one."""
     return "}" if opening == "{" else "]"
 
 
 @dataclasses.dataclass(slots=True)
 class PythonText(JsonText):
-    """A reader of Python values. `is_repaired` after anything that is not Python.
+    """Reads Python values. `is_repaired` is set after anything that is not Python.
 
-    A quote ends a string only where structure follows it, since some templates write strings unescaped.
+    A quote ends a string only if structure follows it, since some templates write strings unescaped.
     """
 
     is_python: bool = True
     within: str = ""
-    """What the value stands in: "f" for the arguments of a call."""
+    """What the value is inside of: "f" for the arguments of a call."""
 
     brackets: ClassVar = "{[("
     may_end_with_comma: ClassVar = True
 
     def string(self, emit: Emit, within: str = "{") -> Reading[None]:
-        """Read a string that stands in the bracket `within`."""
+        """Read a string inside the bracket `within`."""
         quote = yield from self.source.peek()
         if not quote or quote not in "\"'":
             raise Malformed("a key is no string")
@@ -253,7 +253,7 @@ class PythonText(JsonText):
                 parts.append(char)
 
     def _after_two_quotes(self, quote: str, within: str) -> Reading[str]:
-        """Read on before two more quotes: of a triple-quoted string, or an empty string and a quote."""
+        """Read on after a quote that two more follow: a triple-quoted string, or an empty one and a quote."""
         source = self.source
         source.take(2)
         parts: list[str] = []
@@ -270,7 +270,7 @@ class PythonText(JsonText):
                 source.put_back(quote * 2)
 
     def _escape(self) -> Reading[str]:
-        """Read what follows a backslash; return what both mean."""
+        """Read what follows a backslash; return the character that the escape means."""
         char = yield from self.source.next(_UNENDED)
         if char in _DIGIT_COUNTS:
             count = _DIGIT_COUNTS[char]
@@ -297,7 +297,7 @@ def _no_constant(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadValue:
-    """The meaning of a whole text: `json_text` is the value as JSON, with numbers as they were written."""
+    """The meaning of a whole text. `json_text` is its value as JSON, with numbers as they were written."""
 
     json_text: str
     is_repaired: bool = False
@@ -321,7 +321,7 @@ def _whole(reader: JsonText) -> ReadValue:
 
 
 def uniform(value: Any) -> Any:
-    """Return a value of JSON with its keys sorted and whole numbers as integers: to many clients 1.0 is 1."""
+    """Return a JSON value with sorted keys and whole numbers as integers: to many clients 1.0 is 1."""
     if isinstance(value, dict):
         return {key: uniform(value[key]) for key in sorted(value)}
     if isinstance(value, list):

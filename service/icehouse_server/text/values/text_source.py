@@ -1,7 +1,7 @@
-"""Text source: a text that arrives in parts, and the operations with which a reader reads it.
+"""Text source: a text that arrives in parts, and the operations that readers read it with.
 
 A reader is a generator that yields when it needs more text. Its result depends on the text alone, never on
-how it was split: no operation here decides by the end of what has arrived without waiting for more.
+how it was split: at the end of what has arrived, every operation waits for more before it decides.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ Reading = Generator[None, None, Result]
 """Yields where more text is needed; returns what was read."""
 
 _PUT_BACK_LIMIT = 1 << 20
-"""Characters that are read a second time, of one text."""
+"""Most characters of one text that may be read a second time."""
 
 SPACE = " \t\r\n"
 SPACES = re.compile(r"[ \t\r\n]*")
 
 
 class TextSource:
-    """A text that is being read. `push` adds to it; readers consume it through the generators."""
+    """A text that is being read. `push` adds to it; readers consume it through generators."""
 
     def __init__(self, text: str = "", *, has_ended: bool = False) -> None:
         self.rest = text
-        """Text that has arrived and is not read yet."""
+        """Text that has arrived but is not read yet."""
         self.has_ended = has_ended
         self.is_cut = False
-        """A limit ended the output, not the model."""
+        """Whether a limit ended the output, not the model."""
         self.read_length = 0
-        """Characters that were read."""
+        """Characters that were read so far."""
         self._record: list[str] | None = None
         self._recorded_length = 0
         self._record_limit = 0
@@ -41,12 +41,12 @@ class TextSource:
         self.rest += text
 
     def end(self, *, is_cut: bool = False) -> None:
-        """Mark the end of the text; `is_cut` where a limit ended the output, not the model."""
+        """Mark the end of the text; `is_cut` if a limit ended the output, not the model."""
         self.has_ended = True
         self.is_cut = is_cut
 
     def record(self, begun: str, *, limit: int) -> None:
-        """Record what is read from here on, behind `begun`; reading beyond `limit` raises TooLong."""
+        """Record what is read from here on, after `begun`; more than `limit` characters raise TooLong."""
         self._record = [begun]
         self._recorded_length = len(begun)
         self._record_limit = limit
@@ -73,7 +73,7 @@ class TextSource:
         return taken
 
     def _take_some(self, length: int) -> str:
-        """As `take`, but no more than can be recorded: the limit must not depend on how the text arrives."""
+        """As `take`, but no more than the record holds: its limit must not depend on how text arrives."""
         if self._record is not None and 0 < self._free_length() < length:
             return self.take(self._free_length())
         return self.take(length)
@@ -82,7 +82,7 @@ class TextSource:
         return self._record_limit - self._recorded_length
 
     def put_back(self, text: str) -> None:
-        """Return text that was read last to the source."""
+        """Put the text that was read last back into the source."""
         self.rest = text + self.rest
         self.read_length -= len(text)
         if self._record is not None:
@@ -121,7 +121,7 @@ class TextSource:
         return "".join(parts)
 
     def run(self, pattern: re.Pattern[str], emit: Callable[[str], None]) -> Reading[None]:
-        """Read all that `pattern` matches: any number of characters of some kind."""
+        """Read everything that `pattern` matches: any number of characters of one kind."""
         while True:
             match = pattern.match(self.rest)
             if match is not None and match.end():
@@ -144,7 +144,7 @@ class TextSource:
         return "".join(parts)
 
     def ahead(self, pattern: Any) -> Reading[Any]:
-        """Return the match of what comes next with a pattern of `regex`, None for none. Reads nothing.
+        """Match what comes next against a pattern of `regex`; return the match or None. Reads nothing.
 
         The pattern must bound its repetitions, since it is matched again with each part of the text.
         """
@@ -156,7 +156,7 @@ class TextSource:
             yield
 
     def sees(self, *texts: str) -> Reading[str]:
-        """Return which of `texts` comes next, the longest where several do; "" for none. Reads nothing."""
+        """Return which of `texts` comes next, the longest if several match; "" for none. Reads nothing."""
         while not self.has_ended and any(
             len(self.rest) < len(text) and text.startswith(self.rest) for text in texts
         ):
@@ -164,7 +164,7 @@ class TextSource:
         return max((text for text in texts if self.rest.startswith(text)), key=len, default="")
 
     def accepts(self, *texts: str) -> Reading[str]:
-        """As `sees`, and read it."""
+        """As `sees`, but also read the text."""
         text = yield from self.sees(*texts)
         self.take(len(text))
         return text
@@ -185,14 +185,14 @@ class TextSource:
             yield
 
     def _first(self, markers: Sequence[str]) -> tuple[int, str]:
-        """Return the first marker and its index; of several there the longest, "" for none."""
+        """Return the first marker's index and the marker: the longest of several there, "" for none."""
         matches = [(self.rest.find(marker), -len(marker), marker) for marker in markers]
         index, _, marker = min((match for match in matches if match[0] >= 0), default=(0, 0, ""))
         return index, marker
 
 
 def certain_length(text: str, markers: Sequence[str]) -> int:
-    """Return the length of a text before what may be the beginning of a marker."""
+    """Return the length of a text without a tail that may be the beginning of a marker."""
     longest = max(map(len, markers), default=0)
     firsts = {marker[0] for marker in markers}
     for start in range(max(0, len(text) - longest + 1), len(text)):
@@ -204,7 +204,7 @@ def certain_length(text: str, markers: Sequence[str]) -> int:
 
 
 class Malformed(Exception):
-    """A text that is no tool call; the message says why."""
+    """A text that is not a tool call; the message says why."""
 
 
 class TooLong(Malformed):
