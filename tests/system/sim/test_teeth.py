@@ -530,7 +530,7 @@ def leave_in_the_store_what_is_ordered_away(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_what_came_in_part(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fetcher.BlockFolder, "remove", lambda self, path: None)
+    patch.setattr(fetcher, "remove", lambda files, path: None)
 
 
 BREAKS: list[Break] = [
