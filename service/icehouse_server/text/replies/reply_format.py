@@ -223,7 +223,7 @@ class ChannelReply:
     needs_offer: bool = False
     """Whether a header counts only if it names the user or a tool on offer; anything else is text."""
     user_recipient: str = ""
-    """The recipient that stands for the user."""
+    """The recipient that means the user."""
 
     @property
     def markers(self) -> tuple[str, ...]:
