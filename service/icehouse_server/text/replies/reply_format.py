@@ -44,7 +44,7 @@ class Family:
     shown: tuple[str, ...] = ()
     """Texts that a prompt with tools contains, all of them; used if the template renders no calls."""
     tokens: tuple[str, ...] = ()
-    """Tokens that a vocabulary has for no other use."""
+    """Tokens that a vocabulary has only for this notation."""
     is_strict: bool = False
     """Whether its calls can be held to a schema, because arguments are JSON."""
     id_form: str = ""
