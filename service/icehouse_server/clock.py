@@ -1,4 +1,4 @@
-"""Clock: the one place that reads the time. Everything else is handed one."""
+"""Clock: the only place that reads the time. Everything else is given a clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Clock(Protocol):
         ...
 
     def wall(self) -> float:
-        """Seconds since the Unix epoch. For what is stored or shown."""
+        """Seconds since the Unix epoch. For times that are stored or shown."""
         ...
 
 

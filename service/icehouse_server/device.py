@@ -1,7 +1,7 @@
-"""Device facts: what MLX computes on here, asked of MLX once, before the inference thread begins.
+"""Device facts: what MLX computes on here. MLX is asked once, before the inference thread begins.
 
-The packages that are installed do not tell it: MLX may have been built with CUDA from source, and a virtual
-machine with macOS has no Metal. Asking makes no array and no stream, so any thread may do it.
+The installed packages do not tell: MLX may have been built from source with CUDA, and a virtual machine with
+macOS has no Metal. Asking creates no array and no stream, so any thread may do it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import enum
 from collections.abc import Mapping
 
 USABLE_SHARE = 0.9
-"""Of memory, by this process. The rest is for Python, gRPC, buffers on their way to SSD, and the user."""
+"""Share of memory for MLX. The rest is for Python, gRPC, buffers on their way to SSD, and the user."""
 _OWN_BYTES = 1 << 30
-"""Of what is free at the start: libraries of the device and compiled kernels."""
+"""Part of the memory that is free at the start which device libraries and compiled kernels take."""
 
 
 class Backend(enum.Enum):
-    """Which of its backends MLX computes with."""
+    """The backend that MLX computes with."""
 
     CPU = "cpu"
     METAL = "metal"
@@ -25,34 +25,34 @@ class Backend(enum.Enum):
 
     @property
     def has_unified_memory(self) -> bool:
-        """Whether what it computes on is the host's memory too."""
+        """Whether the device's memory is also the host's."""
         return self is not Backend.CUDA
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """MLX's default device. What depends on the device asks for one of its traits, not for its backend."""
+    """MLX's default device. Code that depends on the device asks for a trait of it, not for its backend."""
 
     name: str
     backend: Backend
     memory_bytes: int | None = None
-    """What it recommends to stay under, or else has; None where it tells nothing."""
+    """The size that it recommends not to exceed, or else its memory; None if it does not say."""
     free_bytes: int | None = None
-    """What a process may take that starts now; None where it tells no size, as MLX's CPU build."""
+    """How much a process that starts now may take; None if it tells no size, like MLX's CPU build."""
     array_limit_bytes: int | None = None
-    """The largest array that can be made, on Metal less than its memory; None where there is no limit."""
+    """The size of the largest possible array, on Metal less than its memory; None for no limit."""
 
     @classmethod
     def of(cls, backend: Backend, info: Mapping[str, str | int]) -> Device:
-        """Return the device that MLX describes so.
+        """Return the device that MLX describes with `info`.
 
-        Metal's memory is the system's, which frees pages for it; only CUDA tells what others have taken.
+        Metal uses system memory, and the system frees pages for it; only CUDA tells what others have taken.
         """
         total = _bytes(info, "max_recommended_working_set_size", "memory_size", "total_memory")
         free = _bytes(info, "free_memory")
         may_take = None if total is None else int(USABLE_SHARE * total)
         if may_take is not None and free is not None:
-            # Little that is free is still a limit: none at all would let everything in.
+            # Even if little is free, there must be a limit: no limit would admit everything.
             may_take = min(may_take, max(free - _OWN_BYTES, free // 2))
         name = info.get("device_name") or info.get("architecture") or "unknown"
         return cls(str(name), backend, total, may_take, _bytes(info, "max_buffer_length"))
@@ -63,29 +63,29 @@ class Device:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether it computes a pass while Python builds the next one."""
+        """Whether the device computes a pass while Python builds the next one."""
         return self.is_gpu
 
     @property
     def attention_shapes_are_costly(self) -> bool:
-        """Whether the first attention of several queries of a shape takes far longer than later ones:
-        cuDNN plans it (40 ms on an H200)."""
+        """Whether attention of several queries takes far longer the first time for each shape: cuDNN plans it
+        (40 ms on an H200)."""
         return self.backend is Backend.CUDA
 
     @property
     def products_are_costly(self) -> bool:
-        """Whether a matrix product of several rows costs the host time of its own, so that fewer and larger
-        ones pay: MLX's CUDA backend looks up an algorithm and captures a graph for each."""
+        """Whether each matrix product of several rows costs host time, so that fewer and larger ones pay off:
+        MLX's CUDA backend looks up an algorithm and captures a graph for each."""
         return self.backend is Backend.CUDA
 
     @property
     def compiles_at_first_use(self) -> bool:
-        """Whether a kernel that has not run yet is compiled in front of whoever needs it."""
+        """Whether a kernel is compiled when it is first needed, while its caller waits."""
         return self.is_gpu
 
 
 def find_backend() -> Backend:
-    """Return what MLX's default device belongs to."""
+    """Return the backend of MLX's default device."""
     import mlx.core as mx
 
     if mx.default_device() == mx.Device(mx.cpu):
@@ -94,12 +94,12 @@ def find_backend() -> Backend:
 
 
 def find_device() -> Device:
-    """Return MLX's default device. Raises ImportError, with the loader's words, when MLX cannot be loaded."""
+    """Return MLX's default device. Raises ImportError, with the loader's message, if MLX cannot be loaded."""
     import mlx.core as mx
 
     return Device.of(find_backend(), mx.device_info())
 
 
 def _bytes(info: Mapping[str, str | int], *keys: str) -> int | None:
-    """Return the first of these sizes that is told."""
+    """Return the first of these sizes that MLX tells."""
     return next((int(info[key]) for key in keys if info.get(key)), None)

@@ -1,8 +1,8 @@
-"""Operating errors: one tree, born where the intent is known, mapped to gRPC once in `rpc/`.
+"""Operating errors: one tree, raised where the intent is known, mapped to gRPC once, in `rpc/`.
 
-Every error carries a `Reason` (stable, machine readable), a message that says what
-failed, with which value, against which limit and what to do next, and the numbers of
-that message in `metadata`. Broken invariants are asserts, never one of these.
+Every error has a `Reason` (stable, machine-readable), a message that says what failed, with which value,
+against which limit and what to do next, and the numbers of that message in `metadata`. Broken invariants are
+asserts, never one of these.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 
 class Reason(enum.StrEnum):
-    """Why a call or the process was refused. The names are API: never renamed."""
+    """Why a call failed or the process did not start. The names are API: never renamed."""
 
     PROMPT_EMPTY = "PROMPT_EMPTY"
     PROMPT_MISSING = "PROMPT_MISSING"
@@ -80,9 +80,8 @@ class Reason(enum.StrEnum):
 class IcehouseError(Exception):
     """Base of every operating error.
 
-    `metadata` holds each number of the message, and each name, as text for programs to
-    read; what is None is left out. `field` names the request field at fault in proto
-    spelling; `retry_after_s` is a measured delay in seconds.
+    `metadata` has each number and each name in the message as text for programs; None values are left out.
+    `field` names the faulty request field in proto spelling; `retry_after_s` is a measured delay in seconds.
     """
 
     def __init__(
@@ -103,12 +102,12 @@ class IcehouseError(Exception):
 
 
 def _raw(value: object) -> str:
-    """Return a value as programs read it: text as it is, without quotes; `true` and `false` as in JSON."""
+    """Return a value as text for programs: strings unquoted, `true` and `false` as in JSON."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def clipped(text: str, length_limit: int) -> str:
-    """Return a text for a message, cut where it is longer than that."""
+    """Return a text for a message, cut to at most `length_limit` characters."""
     return text if len(text) <= length_limit else text[: length_limit - 1] + "…"
 
 
@@ -117,7 +116,7 @@ class InvalidRequest(IcehouseError):
 
 
 class Unimplemented(IcehouseError):
-    """This server does not do that, whatever is asked (UNIMPLEMENTED)."""
+    """This server does not support the method (UNIMPLEMENTED)."""
 
 
 class NotFound(IcehouseError):
@@ -125,7 +124,7 @@ class NotFound(IcehouseError):
 
 
 class AlreadyExists(IcehouseError):
-    """A running request has this id already (ALREADY_EXISTS)."""
+    """A running request already has this id (ALREADY_EXISTS)."""
 
 
 class Unauthenticated(IcehouseError):
@@ -137,7 +136,7 @@ class Forbidden(IcehouseError):
 
 
 class Overloaded(IcehouseError):
-    """A queue or budget is full now; trying again later may work (RESOURCE_EXHAUSTED)."""
+    """A queue or budget is full; trying again later may work (RESOURCE_EXHAUSTED)."""
 
 
 class CannotFit(IcehouseError):
@@ -145,7 +144,7 @@ class CannotFit(IcehouseError):
 
 
 class SourceUnreachable(IcehouseError):
-    """Another host does not give what the request names (FAILED_PRECONDITION)."""
+    """Another host does not provide what the request names (FAILED_PRECONDITION)."""
 
 
 class Unavailable(IcehouseError):
@@ -165,15 +164,15 @@ class EngineFailed(IcehouseError):
 
 
 class ModelOutputInvalid(IcehouseError):
-    """The model computed no numbers for this request; the others go on (INTERNAL)."""
+    """The model computed values that are not numbers for this request; the others continue (INTERNAL)."""
 
 
 class EventsExpired(IcehouseError):
-    """The events that a subscriber wants to go on from are kept no longer (OUT_OF_RANGE)."""
+    """The events from which a subscriber wants to continue are no longer kept (OUT_OF_RANGE)."""
 
 
 class EventsLost(IcehouseError):
-    """A subscriber fell behind what is kept (DATA_LOSS)."""
+    """A subscriber fell behind the events that are kept (DATA_LOSS)."""
 
 
 class ConfigError(IcehouseError):
@@ -185,22 +184,22 @@ class ModelError(IcehouseError):
 
 
 def model_invalid(message: str, *, metadata: Mapping[str, object] | None = None) -> ModelError:
-    """Return why a model folder, or what is in it, cannot be served."""
+    """Return the error of a model folder that cannot be served."""
     return ModelError(Reason.MODEL_INVALID, message, metadata=metadata)
 
 
 class StartError(IcehouseError):
-    """An address or directory the process needs cannot be had; the process does not start."""
+    """An address or directory that the process needs is not available; the process does not start."""
 
 
 class StorageError(IcehouseError):
-    """The SSD tier cannot do what was asked; requests go on without it."""
+    """The SSD tier cannot do what was asked; requests continue without it."""
 
 
 def extra_command(extra: str) -> str:
     """Return the command that installs an extra, for messages that say what to do next.
 
-    From the checkout: no index has the package yet, so what stands there under its name is somebody else's.
+    From the checkout: no index has the package yet, so a package of that name would be somebody else's.
     """
     return (
         f"`pip install -e '.[{extra}]'` in Icehouse's folder, or the wheel again as `icehouse-….whl[{extra}]`"
@@ -208,14 +207,14 @@ def extra_command(extra: str) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """Return a size for people."""
+    """Return a size in words for people."""
     gib = size_bytes / (1 << 30)
     return f"{gib:.1f} GiB" if gib >= 1 else f"{size_bytes / (1 << 20):.1f} MiB"
 
 
 @contextlib.contextmanager
 def imports_of_extra(extra: str, *, setting: str) -> Iterator[None]:
-    """Raise ConfigError where the block cannot import what `setting` needs, saying which extra has it."""
+    """Raise ConfigError, naming the extra, if the block cannot import what `setting` needs."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,11 +1,11 @@
-"""glibc's heap, so set that what is freed stays and serves arrays of every size.
+"""glibc's heap, configured to keep freed memory and reuse it for arrays of every size.
 
-MLX's CPU build takes arrays from malloc. As glibc comes, a large one is a mapping of its own, whose pages the
-kernel clears one by one, and what MLX keeps of freed ones it gives only to arrays of nearly the same size:
-prompts in chunks of many lengths met fresh pages all the time. One heap that keeps what is freed has pieces
-of any size. Prefill of 1,000 tokens took 1.9 s instead of 2.6 so, keeping a block of 256 tokens 19 ms instead
-of 90, an SSD hit 91 ms instead of 206 (128 KiB of KV a token; virtual machine of 2 x86 cores, which pays for
-each page twice). Other systems have other heaps, and GPUs their own.
+MLX's CPU build allocates arrays with malloc. By default, glibc gives each large one its own mapping, whose
+pages the kernel clears one by one, and MLX reuses freed arrays only for nearly the same size: chunks of many
+lengths met fresh pages all the time. One heap that keeps freed memory has pieces of any size. With it,
+prefill of 1,000 tokens took 1.9 s instead of 2.6, keeping a block of 256 tokens 19 ms instead of 90, an SSD
+hit 91 ms instead of 206 (128 KiB of KV a token; virtual machine with 2 x86 cores, which pays for each page
+twice). Other systems have other heaps, and GPUs their own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Final
 
 _SETTINGS: Final = (
-    (-4, 0),  # M_MMAP_MAX: no mappings of their own
-    (-8, 1),  # M_ARENA_MAX: one heap, where a free piece is everybody's
-    (-1, (1 << 31) - 1),  # M_TRIM_THRESHOLD: what is free at its end stays, up to 2 GiB
-    (-2, 64 << 20),  # M_TOP_PAD: it grows by so much at once
+    (-4, 0),  # M_MMAP_MAX: no array gets its own mapping
+    (-8, 1),  # M_ARENA_MAX: one heap, whose free pieces all threads share
+    (-1, (1 << 31) - 1),  # M_TRIM_THRESHOLD: keep up to 2 GiB that is free at its end
+    (-2, 64 << 20),  # M_TOP_PAD: grow it by this much at once
 )
-"""Numbers of malloc.h."""
+"""Parameter numbers from malloc.h, and their values."""
 _STATM: Final = Path("/proc/self/statm")
 
 
@@ -31,7 +31,7 @@ class _State:
 
 
 def keep_freed() -> None:
-    """Set this process's heap so, where it is glibc's: once, and before MLX is used by any thread."""
+    """Configure this process's heap if it is glibc's. Call this before any thread uses MLX."""
     if sys.platform != "linux" or _State.is_kept:
         return
     try:
@@ -43,16 +43,16 @@ def keep_freed() -> None:
 
 
 def is_kept() -> bool:
-    """Whether this process's heap keeps what is freed."""
+    """Whether this process's heap keeps freed memory."""
     return _State.is_kept
 
 
 def give_back() -> None:
-    """Let the system have what is free."""
+    """Return free memory to the system."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has, of no file."""
+    """Return the resident memory of this process that does not belong to files."""
     _, resident, of_files, *_ = map(int, _STATM.read_text(encoding="ascii").split())
     return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")

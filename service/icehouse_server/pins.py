@@ -1,6 +1,6 @@
-"""Pins: until when a block is pinned, as one number, and the order in which pins end.
+"""Pins: until when a block is pinned, as one number, and which pins end next.
 
-A pin ends at a time of `Clock.wall`, so that it survives a restart.
+The end of a pin is a `Clock.wall` time, so that the pin survives a restart.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ NOT_PINNED: Final = 0.0
 UNTIL_UNPINNED: Final = math.inf
 
 _STALE_LIMIT = 64
-"""Stale entries for which the heap is not rebuilt."""
+"""Number of stale entries up to which the heap is not rebuilt."""
 
 
 def pin_end_time(now: float, ordered: float) -> float:
-    """Return when a pin that ends `now` ends after another order: one that pins never shortens it."""
+    """Return when a pin that ends at `now` ends after a new command; pinning again never shortens it."""
     return max(now, ordered) if ordered else NOT_PINNED
 
 
 class PinEnds:
-    """The blocks whose pins end by themselves. Each operation is O(log n) amortised."""
+    """The blocks whose pins expire by themselves. Each operation is O(log n) amortised."""
 
     def __init__(self) -> None:
         self._times: dict[BlockHash, float] = {}
         self._heap: list[tuple[float, BlockHash]] = []
-        """An entry counts while it agrees with `_times`."""
+        """An entry is valid while it agrees with `_times`."""
 
     def note(self, block: BlockHash, end_time: float) -> None:
-        """Record when the pin of a block ends; NOT_PINNED and UNTIL_UNPINNED never do."""
+        """Record when the pin of a block ends; NOT_PINNED and UNTIL_UNPINNED mean that none expires."""
         if end_time in (NOT_PINNED, UNTIL_UNPINNED):
             self._times.pop(block, None)
         elif self._times.get(block) != end_time:

@@ -1,7 +1,7 @@
-"""Small files: those that settings name, read whole, within a bound, and without waiting for anybody.
+"""Small files: files that settings name, read as a whole, within a size limit and without ever blocking.
 
-A path may lead to anything by the time it is read: a pipe that nobody writes to, a device, a file
-without an end. Links are followed, since volumes of secrets are made of them.
+By the time a path is read, it may lead to anything: a pipe that nobody writes to, a device, an endless file.
+Links are followed, since volumes of secrets consist of them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import stat
 from pathlib import Path
 
 SMALL_FILE_LIMIT_BYTES = 1 << 20
-"""For what people write: certificates, tokens, settings."""
+"""Limit for files that people write: certificates, tokens, settings."""
 
 MODEL_FILE_LIMIT_BYTES = 256 << 20
-"""For what a model's folder holds beside its weights: vocabularies of some 30 MB are common."""
+"""Limit for a model's files other than weights: vocabularies of some 30 MB are common."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmallFile:
-    """What was in a file, and who else may read or write it."""
+    """A file's content, and who else may read or write it."""
 
     content: bytes = dataclasses.field(repr=False)
     mode: int
@@ -29,14 +29,14 @@ class SmallFile:
 
 
 def read_small_file(path: Path, *, limit_bytes: int = SMALL_FILE_LIMIT_BYTES) -> SmallFile:
-    """Return what is in a plain file.
+    """Return the content of a regular file.
 
-    Raises `OSError`, whose `strerror` says what is wrong, for anything else and for more than
+    Raises `OSError`, whose `strerror` says what is wrong, for anything else and for a file of more than
     `limit_bytes`.
     """
-    # Looked at first: opening a device may do something.
+    # Check before opening: opening a device may have side effects.
     _check_plain(path, os.stat(path))
-    # O_NONBLOCK: what has become a pipe by now must not have us wait for its writer.
+    # O_NONBLOCK: if it has become a pipe by now, we must not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         info = os.fstat(descriptor)

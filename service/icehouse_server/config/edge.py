@@ -172,7 +172,7 @@ def _keys_in(text: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConnectionConfig:
-    """Limits of one connection, whoever the client is."""
+    """Limits of one connection, for any client."""
 
     connection_limit: int = setting(1024, "Maximum open connections; further ones are closed.", minimum=1)
     stream_limit: int = setting(

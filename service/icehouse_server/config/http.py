@@ -56,7 +56,7 @@ class HttpConfig:
 
     @property
     def alias_pairs(self) -> tuple[tuple[str, str], ...]:
-        """Each alias and the model or adapter that it stands for; raises ValueError for half of one."""
+        """Each alias and the model or adapter that it stands for; raises ValueError for half a pair."""
         pairs = []
         for part in names_in(self.aliases):
             name, _, model = (word.strip() for word in part.partition("="))

@@ -1,4 +1,4 @@
-"""Configuration loader: merges flags, environment and file into one validated `Config`, with all sources.
+"""Configuration loader: merges flags, environment and file into a validated `Config`, and notes each source.
 
 Precedence: flag, then environment variable, then file, then default. Only this module and `user_paths` read
 the environment.

@@ -1,7 +1,7 @@
 """SmolLM2 from GGUF, with the names and conventions of mlx-lm's `llama`, and its tokenizer.
 
-The file lists pieces and merges of a byte-level BPE. It only names the rule that splits text before that
-("smollm"): first each digit by itself, then as GPT-2 does.
+The file lists pieces and merges of a byte-level BPE. The rule that splits text before the BPE is only named
+("smollm"): each digit by itself, then as GPT-2 does.
 """
 
 from __future__ import annotations

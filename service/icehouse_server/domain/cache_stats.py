@@ -193,7 +193,7 @@ class DiskStats:
     """Why nothing is being written; empty while writing works."""
     is_encrypted: bool = False
     hang_detail: str = ""
-    """Which operation the disk is not answering; empty while it answers."""
+    """What hangs because the disk does not answer; empty while it answers."""
     block_bytes: int = 0
     """Size of all block files."""
     raw_block_bytes: int = 0

@@ -91,7 +91,7 @@ class WireRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpillRecord:
-    """A block that was written to SSD because of a request."""
+    """A block that was written to SSD because a request needed its space in RAM."""
 
     request_id: RequestId
     start_time: float

@@ -129,7 +129,7 @@ class Constraint(Protocol):
         """Return whether one token may come next, at far less cost than `allowed_tokens`.
 
         It allows everything that `allowed_tokens` does. If only one text can follow, `allowed_tokens` may
-        have one spelling of it and this may allow others too.
+        have one spelling of it, while this allows others too.
         """
 
     def allowed_tokens(self) -> npt.NDArray[np.uint32]:

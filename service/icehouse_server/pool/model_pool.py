@@ -45,9 +45,9 @@ from icehouse_server.rpc.engine_client.seat import ModelUse, Seat, unknown_model
 _log = logging.getLogger("icehouse.pool")
 
 RETRY_S = 5.0
-"""How long after a failure to load a model it is not tried again."""
+"""How long a model that could not be loaded is not tried again."""
 LOADING_PATIENCE_S = 60.0
-"""How long the inference thread may not turn while it loads a model, before it looks stuck."""
+"""How long a step of the inference thread may take while it loads a model, before it looks stuck."""
 GIVE_WAY_S = 60.0
 """How long a call waits for the running calls of other models, whose memory it needs, until it is refused."""
 

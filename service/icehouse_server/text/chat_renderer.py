@@ -52,7 +52,7 @@ class ChatRenderer:
     format: ReplyFormat
     common_tokens: CommonTokens
     turn_marks: re.Pattern[str]
-    """Matches the special tokens that stand between turns."""
+    """Matches the special tokens between turns."""
 
     def render(self, conversation: Conversation, kept: KeptReply | None = None) -> RenderedChat:
         """Return the prompt; raises InvalidRequest for what the model or its template cannot do.

@@ -41,7 +41,7 @@ class ReplyReasoning:
 
 
 class ReasoningCounter:
-    """Counts the tokens of one output that lie within reasoning.
+    """Counts the tokens of one output that belong to reasoning.
 
     It reads the output as ReplySplitter does, but checks no calls. A token counts as reasoning if its first
     character is. If it arrives with text of earlier tokens, its last character decides.

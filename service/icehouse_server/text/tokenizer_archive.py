@@ -45,7 +45,7 @@ class TokenizerArchive:
 
 
 def read_tokenizer_archive(folder: Path) -> TokenizerArchive:
-    """Return the archive of a model's folder; raises ModelError when it cannot be read. May take a second."""
+    """Return the archive of a model's folder; raises ModelError if it cannot be read. May take a second."""
     buffer = io.BytesIO()
     try:
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

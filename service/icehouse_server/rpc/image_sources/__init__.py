@@ -1,1 +1,1 @@
-"""Images that a request names instead of sending them: where they may come from, and how they are read."""
+"""Images that a request names instead of sending: where they may come from, and how they are read."""

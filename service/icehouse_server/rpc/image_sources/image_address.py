@@ -1,6 +1,6 @@
-"""Image address: what a URI names, if the settings allow it; nothing is opened here. Pure functions.
+"""Image address: the file or web resource that a URI names, if the settings allow it. Pure functions.
 
-A path or a host that is not allowed is refused in the same words whether or not it exists.
+Nothing is opened here. A path or host that is not allowed gets the same error whether or not it exists.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _LENGTH_LIMIT: Final = 8192
 _PRINTABLE: Final = re.compile(r"[!-~]+")
-"""What a URI may consist of: no space, and no line break that would end a request line."""
+"""Characters of a URI: no space, and no line break that would end a request line."""
 _PORTS: Final = {"https": 443, "http": 80}
 _LOOKED_AT: Final = ipaddress.ip_network("64:ff9b::/96")
-"""IPv4 addresses in networks without IPv4 (RFC 6052)."""
+"""IPv6 addresses that stand for IPv4 ones in networks without IPv4 (RFC 6052)."""
 _GLOBAL: Final = ipaddress.ip_network("2000::/3")
 _SPECIAL: Final = tuple(
     ipaddress.ip_network(text)
@@ -33,7 +33,7 @@ _SPECIAL: Final = tuple(
         *("2001::/23", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
     )
 )
-"""Networks of IANA's special-purpose registries that some version of `ipaddress` takes for global: relays,
+"""Networks in IANA's special-purpose registries that some version of `ipaddress` takes for global: relays,
 anycast and documentation, where nobody serves images."""
 
 
@@ -43,31 +43,31 @@ class FileAddress:
 
     folder: str
     names: tuple[str, ...]
-    """From the folder down to the file. None is empty, ".", ".." or has a slash."""
+    """Path components from the folder down to the file. None is empty, ".", ".." or has a slash."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WebAddress:
-    """A resource of an allowed host."""
+    """A resource on an allowed host."""
 
     is_secure: bool
     host: str
-    """A name, or an address as `ipaddress` writes it."""
+    """A host name, or an address as `ipaddress` writes it."""
     port: int
     target: str
-    """Path and query, as the request line has them."""
+    """Path and query, as in the request line."""
     uri: str = dataclasses.field(repr=False)
 
     @property
     def authority(self) -> str:
-        """Host and port as in the header `Host`."""
+        """Host and port, as in the header `Host`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS["https" if self.is_secure else "http"] else f"{host}:{self.port}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceRules:
-    """What may be read."""
+    """Which files and hosts images may be read from."""
 
     folders: tuple[str, ...] = ()
     hosts: frozenset[ImageHost] = frozenset()
@@ -80,7 +80,7 @@ class SourceRules:
         )
 
     def address_of(self, uri: str, *, field: str) -> FileAddress | WebAddress:
-        """Return what a URI names; raises InvalidRequest when that may not be read."""
+        """Return what a URI names; raises InvalidRequest if it may not be read."""
         scheme = uri[:6].partition(":")[0].lower()
         if scheme == "file" and self.folders:
             return self._file(uri, field)
@@ -92,7 +92,7 @@ class SourceRules:
         raise refused(field, f"begins with {uri[:12]!r}; here it may be {' or '.join(known)}")
 
     def web_address_of(self, uri: str, *, field: str) -> WebAddress:
-        """Return what an http(s) URL names, also after a redirect; raises InvalidRequest."""
+        """Return what an http(s) URL names, which may come from a redirect; raises InvalidRequest."""
         parts = _split(uri, field)
         try:
             name, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -108,10 +108,10 @@ class SourceRules:
         return WebAddress(parts.scheme == "https", host, port, target, uri)
 
     def reaches(self, address: IpAddress, port: int, *, host: str, is_secure: bool) -> bool:
-        """Whether a connection to this address may be made for an allowed host.
+        """Whether a connection for an allowed host may go to this address.
 
-        A name may lead to public addresses, and to addresses that are allowed themselves: the owner of a name
-        must not choose what is reached inside this network.
+        A name may lead only to public addresses, and to addresses that are allowed themselves: the owner of a
+        name must not choose what is reached inside this network.
         """
         scheme = "https" if is_secure else "http"
         return str(address) == host or is_public(address) or self._allows(str(address), port, scheme=scheme)
@@ -125,7 +125,7 @@ class SourceRules:
         if parts.netloc.lower() not in ("", "localhost") or parts.query or "?" in uri or "#" in uri:
             raise refused(field, "is no file: URL of a path, such as file:///srv/pictures/cat.png")
         name = urllib.parse.unquote(parts.path, errors="surrogateescape")
-        # Two slashes at the beginning are one here, though POSIX leaves them to the system.
+        # Two leading slashes are treated as one, although POSIX leaves their meaning to the system.
         path = PurePosixPath(f"/{name.lstrip('/')}")
         above = [each for each in self.folders if PurePosixPath(each) in path.parents]
         if not above or not name.startswith("/") or ".." in path.parts or "\0" in name:
@@ -135,7 +135,7 @@ class SourceRules:
 
 
 def ip_address_of(host: str) -> IpAddress | None:
-    """Return the address that a host is written as, None for a name."""
+    """Return the IP address if a host is written as one, None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -143,7 +143,7 @@ def ip_address_of(host: str) -> IpAddress | None:
 
 
 def is_public(address: IpAddress) -> bool:
-    """Whether an address is on the internet, not on this machine or a private network."""
+    """Whether an address is on the public internet, not on this machine or a private network."""
     if any(address in network for network in _SPECIAL):
         return False
     if isinstance(address, ipaddress.IPv4Address):
@@ -179,16 +179,16 @@ class ImageHost:
     name: str
     """In lower case; an address as `ipaddress` writes it."""
     port: int | None = None
-    """None for the port of the scheme: 443 and 80."""
+    """None for the scheme's default port: 443 or 80."""
 
 
 def read_image_hosts(text: str | None) -> tuple[ImageHost, ...]:
-    """Return the hosts that a setting lists; raises ValueError with a complaint that follows the value."""
+    """Return the hosts that a setting lists; raises ValueError, whose text follows the setting's name."""
     return tuple(_host_of(part) for part in _parts(text))
 
 
 def read_image_folders(text: str | None) -> tuple[str, ...]:
-    """Return the folders that a setting lists; raises ValueError with a complaint that follows the value."""
+    """Return the folders that a setting lists; raises ValueError, whose text follows the setting's name."""
     folders = tuple(os.path.expanduser(part) for part in _parts(text))
     for folder in folders:
         if not os.path.isabs(folder) or os.path.normpath(folder) != folder.rstrip("/") or "\0" in folder:
@@ -226,18 +226,18 @@ def _host_of(part: str) -> ImageHost:
 
 
 def refused(field: str, complaint: str, **facts: object) -> InvalidRequest:
-    """Return the error of an image that is never read."""
+    """Return the error for an image that will never be read."""
     message = f"the image of {field} {complaint}"
     return InvalidRequest(Reason.IMAGE_INVALID, message, field=field, metadata=facts)
 
 
 def too_long(field: str, limit_bytes: int) -> InvalidRequest:
-    """Return the error of an image that was read up to the limit."""
+    """Return the error for an image that exceeds the size limit."""
     complaint = f"has more than {limit_bytes} bytes, the most that an image may have"
     return refused(field, complaint, limit_bytes=limit_bytes)
 
 
 def unreachable(field: str, complaint: str, **facts: object) -> SourceUnreachable:
-    """Return the error of an image that its host does not give now."""
+    """Return the error for an image that its host does not provide now."""
     message = f"the image of {field} {complaint}"
     return SourceUnreachable(Reason.IMAGE_UNREACHABLE, message, field=field, metadata=facts)

@@ -1,12 +1,12 @@
-"""Image fetcher: the files and URLs that a conversation names, read before the conversation is.
+"""Image fetcher: reads the files and URLs that a conversation names, before it is rendered.
 
-The images of a request are read side by side, with one time limit for all. Reading files and resolving
-names block, so they have a few threads. Callers take turns for them, and for memory; one caller gets at most
-half of either.
+The images of a request are read concurrently, with one time limit for all. Reading files and resolving names
+block, so a few threads do that. Callers take turns for threads and for memory; one caller gets at most half
+of either.
 
-Hosts are trusted only a little. A name is resolved here, and the connection goes to an address that was
-checked, so that a second answer of the resolver changes nothing. Redirects obey the same rules. No body is
-read beyond the limit, and nothing is decompressed. Proxies of the environment are not used, and no cookie or
+Hosts are hardly trusted. A name is resolved here, and the connection goes to an address that was checked, so
+a different second answer of the resolver changes nothing. Redirects obey the same rules. No body is read
+beyond the limit, and nothing is decompressed. The environment's proxies are not used, and no cookie or
 password is sent.
 """
 
@@ -46,17 +46,17 @@ from icehouse_server.rpc.image_sources.image_address import (
 Result = TypeVar("Result")
 
 _THREAD_COUNT: Final = 16
-"""Files that are read and names that are resolved at once, of all callers."""
+"""Most files being read and names being resolved at once, for all callers."""
 
 
 class ImageFetcher:
-    """Reads images from folders and hosts that are allowed."""
+    """Reads images from allowed folders and hosts."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._rules = SourceRules.of(config)
         self._config = config
         self._turns = FairQueue(capacity=_THREAD_COUNT, factor=1.0)
-        """For threads, which are daemons: one that hangs does not keep the process from ending."""
+        """Turns for threads. These are daemons, so one that hangs does not keep the process from ending."""
         self._web = WebReader(
             self._rules, resolve=lambda host: self._in_thread(functools.partial(addresses_of, host))
         )
@@ -64,14 +64,14 @@ class ImageFetcher:
 
     @contextlib.asynccontextmanager
     async def fetched(self, conversation: Conversation) -> AsyncIterator[Conversation]:
-        """Give the conversation with the bytes of all images, for as long as they may be kept.
+        """Yield the conversation with the bytes of all images; their memory is held until the block ends.
 
-        Raises InvalidRequest, which names the image at fault, and SourceUnreachable for one that may be there
-        later.
+        Raises InvalidRequest, which names the faulty image, and SourceUnreachable for one that may be
+        available later.
         """
         images = conversation.images
         named = {source.uri: source for source in images if source.uri}
-        if not named or len(images) > self._config.max_images:  # so many are refused where all are counted
+        if not named or len(images) > self._config.max_images:  # too many are refused where all are counted
             yield conversation
             return
         addresses = {uri: self._rules.address_of(uri, field=_field(source)) for uri, source in named.items()}
@@ -99,7 +99,7 @@ class ImageFetcher:
         finally:
             for task in tasks:
                 task.cancel()
-            # Those without a thread must leave the queue before the memory is given back.
+            # Tasks without a thread must leave the queue before the memory is given back.
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, address: FileAddress | WebAddress, field: str) -> bytes:
@@ -138,11 +138,11 @@ _CHUNK_BYTES: Final = 256 << 10
 
 
 def read_file(address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
-    """Return a file's bytes; raises InvalidRequest when it cannot be read or has more of them than that.
+    """Return a file's bytes; raises InvalidRequest if it cannot be read or has more than `limit_bytes`.
 
-    No link is followed below the folder, and only a plain file with one name is read: whoever may write into
-    the folder must not choose what else the server reads. A file that is missing, forbidden or no file is
-    refused in the same words. Not on the event loop.
+    No link is followed below the folder, and only a regular file with one name is read: those who may write
+    into the folder must not choose what else the server reads. A path that is missing, forbidden or not a
+    file gets the same error. Not on the event loop.
     """
     unreadable = refused(field, "is no file that the server can read; links, hard ones too, are not followed")
     with contextlib.ExitStack() as opened:
@@ -157,12 +157,12 @@ def read_file(address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
             *above, name = address.names
             for each in above:
                 folder = opening(each, _FOLDER_FLAGS | os.O_NOFOLLOW, folder=folder)
-            # Checked before it is opened: opening a device may do something.
+            # Check before opening: opening a device may have side effects.
             if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 raise unreadable
             file = opening(name, _FILE_FLAGS, folder=folder)
             facts = os.fstat(file)
-            # A file with another name may be from elsewhere: somebody may have linked one of ours here.
+            # A file with a second name may come from elsewhere: somebody may have linked one of ours here.
             if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
                 raise unreadable
             if facts.st_size > limit_bytes:
@@ -179,14 +179,14 @@ def read_file(address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
 
 
 Resolve = Callable[[str], Awaitable[Sequence[IpAddress]]]
-"""The addresses of a name; raises OSError for one that has none."""
+"""Returns the addresses of a name; raises OSError if it has none."""
 
 _ADDRESS_COUNT: Final = 4
 _CONNECT_S: Final = 4.0
-"""For one address of a host; another one may answer."""
+"""Time limit for connecting to one address of a host; another address may answer."""
 _REDIRECT_COUNT: Final = 3
 _MEDIA_TYPE: Final = re.compile(r"image/.*|(application|binary)/octet-stream|", re.IGNORECASE)
-"""The types of answers that may be images; the bytes say which kind it is."""
+"""Media types of answers that may be images; the bytes show which format it is."""
 _HEADERS: Final[Mapping[bytes | str, bytes | str]] = {
     "User-Agent": "icehouse",
     "Accept": "image/png, image/jpeg, image/webp, image/gif",
@@ -198,7 +198,7 @@ _LATER: Final = frozenset({408, 425, 429})
 
 
 class WebReader:
-    """Reads what URLs of allowed hosts name, one GET after another. The caller limits the time."""
+    """Reads URLs of allowed hosts with GET requests, following redirects. The caller limits the time."""
 
     def __init__(self, rules: SourceRules, *, resolve: Resolve, tls: ssl.SSLContext | None = None) -> None:
         self._rules = rules
@@ -270,7 +270,7 @@ class WebReader:
 
 
 class _CheckedAddresses(httpcore2.AnyIOBackend):
-    """Connects to the first of these addresses that answers, whatever the name of the host."""
+    """Connects to the first of these addresses that answers, whatever the host's name."""
 
     def __init__(self, addresses: Sequence[IpAddress]) -> None:
         self._addresses = addresses
@@ -286,17 +286,17 @@ class _CheckedAddresses(httpcore2.AnyIOBackend):
 
 
 def addresses_of(host: str) -> list[IpAddress]:
-    """Return the addresses of a name by the system's resolver; raises OSError. May take long."""
+    """Return the addresses of a name from the system's resolver; raises OSError. May take long."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # of a name that cannot be one
+    except UnicodeError as error:  # the text cannot be a host name
         raise OSError(f"{host!r} is no name") from error
     addresses = (ip_address_of(str(address[0])) for *_, address in found)
     return list(dict.fromkeys(address for address in addresses if address is not None))
 
 
 def _check(status: int, headers: Mapping[str, str], *, limit_bytes: int, field: str) -> None:
-    """Refuse by the headers what cannot be an image."""
+    """Refuse answers whose headers show that they cannot be an image."""
     if status in _LATER or status >= 500:
         raise unreachable(field, f"cannot be fetched: its host answers {status}", status=status)
     if status != 200:

@@ -1,1 +1,1 @@
-"""KV events from the block log to subscribers."""
+"""KV events: from the block log to subscribers."""

@@ -1,8 +1,8 @@
-"""Block mirror: the blocks of both tiers by the block log, and the events for subscribers that follow.
+"""Block mirror: the blocks of both tiers as the block log tells, and the resulting events for subscribers.
 
-Plain data of the event loop. A block is published while its prefix is whole, its tokens are known and its
-root is a known tenant's. It is published after its parent and removed before it, so a subscriber never gets a
-block without its parent, also in a snapshot.
+Plain data, owned by the event loop. A block is published while its prefix is whole, its tokens are known and
+its root belongs to a known tenant. It is published after its parent and removed before it, so a subscriber
+never has a block without its parent, not even in a snapshot.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from icehouse_server.engine.core.block_log import (
 )
 
 CUT_BYTES = 8
-"""Of a block's name, in events."""
+"""Bytes of a block's name in events."""
 
 
 class BlockImage(NamedTuple):
-    """An image that a block overlaps, as vLLM's `extra_keys` have it."""
+    """An image that a block overlaps, as in vLLM's `extra_keys`."""
 
     identifier: str
-    """The digest of the prepared pixels, in hex, as Explain has it."""
+    """The digest of the prepared pixels, in hex, as Explain shows it."""
     offset: int
-    """Of the image's first token, from the block's; negative where that stands in an earlier block."""
+    """Index of the image's first token, relative to the block; negative if it is in an earlier block."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class KvBlock:
     parent: int | None
     """None for a prompt's first block."""
     packed_token_ids: bytes
-    """As `blocks.pack_tokens` has them."""
+    """In the form of `blocks.pack_tokens`."""
     scope: CacheScope
     images: tuple[BlockImage, ...] = ()
-    """The images that the block overlaps, in order: its tokens do not say which."""
+    """The images that the block overlaps, in order: its tokens do not identify them."""
 
     @property
     def token_count(self) -> int:
@@ -59,7 +59,7 @@ class KvBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A tier holds the block now."""
+    """A tier now has the block."""
 
     block: KvBlock
     tier: Tier
@@ -71,7 +71,7 @@ class BlockStored:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A tier holds the block no longer."""
+    """A tier no longer has the block."""
 
     hash: int
     tier: Tier
@@ -80,7 +80,7 @@ class BlockRemoved:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlocksCleared:
-    """Forget everything before: what follows is the whole state."""
+    """Everything before must be forgotten: the whole state follows."""
 
 
 KvEvent = BlockStored | BlockRemoved | BlocksCleared
@@ -88,17 +88,17 @@ KvEvent = BlockStored | BlockRemoved | BlocksCleared
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SnapshotChunk:
-    """Which part of a snapshot a batch is. Its last batch has the number at which it was taken."""
+    """Which part of a snapshot a batch is. The last part has the number at which the snapshot was taken."""
 
     index: int
     chunk_count: int
     stored_count: int
-    """`BlockStored` events of the whole state."""
+    """How many `BlockStored` events the whole state has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvBatch:
-    """Events that happened together. Numbers rise by one."""
+    """Events that happened together. Sequence numbers rise by one."""
 
     sequence_number: int
     time: float
@@ -108,7 +108,7 @@ class KvBatch:
 
 
 def images_of(extra: bytes) -> tuple[BlockImage, ...]:
-    """Return the images of a block by its header; raises ValueError for a header of another version."""
+    """Return the images of a block from its header; raises ValueError for a header of another version."""
     return tuple(BlockImage(run.digest.hex(), run.start - run.place) for run in runs_of(extra))
 
 
@@ -122,7 +122,7 @@ Held = tuple[Tier, ...]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _KnownBlock:
-    """One whole block that some tier holds; `published` while subscribers know of it."""
+    """A whole block that some tier has; `published` while subscribers know of it."""
 
     name: BlockHash
     parent: BlockHash
@@ -134,7 +134,7 @@ class _KnownBlock:
 
 
 class BlockMirror:
-    """Keeps at most `block_limit` blocks. Further ones, and what follows them, are not published."""
+    """Keeps at most `block_limit` blocks. Further ones and their descendants are not published."""
 
     def __init__(self, *, block_token_count: int, block_limit: int) -> None:
         self._block_token_count = block_token_count
@@ -148,7 +148,7 @@ class BlockMirror:
         self._unread: dict[BlockHash, None] = {}
         """Blocks whose tokens must be read, in order."""
         self._unlisted: dict[tuple[BlockHash, Tier], None] = {}
-        """Blocks that were known before the current listing and that it has not named yet."""
+        """Blocks that were known before the current listing but that it has not named yet."""
         self.unpublished_total = 0
         """Blocks that were not published because the mirror was full."""
 
@@ -182,7 +182,7 @@ class BlockMirror:
         return names
 
     def put_back(self, names: Iterable[BlockHash]) -> None:
-        """Have the tokens of these blocks read later, if they are still needed."""
+        """Let the tokens of these blocks be read later, if they are still needed."""
         for name in names:
             known = self._known.get(name)
             if known is not None and known.packed is None:
@@ -196,7 +196,7 @@ class BlockMirror:
                 yield from self._learn(known, block.token_ids, block.extra)
 
     def published_blocks(self, tenant: Tenant | None) -> list[tuple[KvBlock, Held]]:
-        """Return what subscribers know now of one tenant's blocks or of all, parents first."""
+        """Return the published blocks of one tenant or of all, parents first."""
         owned = self._published.values() if tenant is None else (self._published.get(tenant, {}),)
         return [
             (each.published, each.held)
@@ -262,7 +262,7 @@ class BlockMirror:
                     yield from self._publish(first)
 
     def _forget_root(self, root: BlockHash) -> None:
-        """Its blocks stay published while there are any; then the root is forgotten."""
+        """Forget a root once it has no blocks; until then these stay published."""
         if root in self._children:
             self._forgotten_roots.add(root)
         else:
@@ -273,7 +273,7 @@ class BlockMirror:
             try:
                 known.images = images_of(extra)
             except ValueError:
-                return  # not of this version: the block is found by its name alone
+                return  # of another version: prompts still find the block by its name
             known.packed = pack_tokens(token_ids)
             self._unread.pop(known.name, None)
         yield from self._publish(known)
@@ -308,7 +308,7 @@ class BlockMirror:
         )
 
     def _retract(self, known: _KnownBlock) -> Iterator[KvEvent]:
-        """Remove a block and its descendants, the last ones first."""
+        """Unpublish a block and its descendants, the last ones first."""
         chain = [known] if known.published is not None else []
         for each in chain:
             chain += [

@@ -1,6 +1,6 @@
-"""Event feed: what happened to blocks, in a channel for all of it and one for each tenant that subscribed.
+"""Event feed: what happened to blocks, in one channel for all events and one for each subscribed tenant.
 
-Owned by the event loop. What is kept for readers that come back or fall behind is bounded over all channels.
+Owned by the event loop. One limit for all channels bounds what is kept for readers that fall behind.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from icehouse_server.rpc.kv_events.block_mirror import (
 
 
 class EventFeed:
-    """Keeps the latest batches, of about `replay_limit_bytes`.
+    """Keeps the latest batches, up to about `replay_limit_bytes`.
 
-    Numbers begin at the wall clock's milliseconds. A subscriber that comes back to a restarted server has a
-    number that this one never gave, and gets an error, unless more than one batch a millisecond was made.
+    Numbers begin at the wall clock's milliseconds. So a subscriber that returns to a restarted server has a
+    number that this server never gave, and gets an error, unless there was more than one batch a millisecond.
     Subscribed tenants have credentials, so there are not many channels.
     """
 
@@ -41,7 +41,7 @@ class EventFeed:
         self._all = self._channel(None)
         self._of: dict[Tenant, Channel] = {}
         self._sharers: collections.deque[tuple[Channel, ...]] = collections.deque()
-        """For each kept batch, the channels that have a part of it."""
+        """The channels that have a part of each kept batch."""
         self.ring_bytes = 0
         """About how much memory the kept batches take."""
         self.event_total = 0
@@ -51,7 +51,7 @@ class EventFeed:
         return self._all.lost_total + sum(channel.lost_total for channel in self._of.values())
 
     def publish(self, events: Iterable[KvEvent]) -> None:
-        """Number events and keep them; wake the subscribers of the channels that got some."""
+        """Number events and keep them; wake the subscribers of the channels that got any."""
         touched: dict[Channel, None] = {}
         for part in parts_of(events):
             batch = self._all.append(part)
@@ -63,14 +63,14 @@ class EventFeed:
             channel.wake()
 
     def subscribe(self, *, after_number: int, tenant: Tenant | None) -> Subscription:
-        """Return what follows `after_number`, for one tenant or for all; 0 begins with the current state.
+        """Return the batches after `after_number`, of one tenant or of all; 0 begins with the current state.
 
         Raises EventsExpired if batches between that number and what is kept are missing.
         """
         return self.channel_of(tenant).subscribe(after_number=after_number)
 
     def channel_of(self, tenant: Tenant | None) -> Channel:
-        """Return the batches of one tenant, from its first subscription on, or of all."""
+        """Return the channel of one tenant, which begins with its first subscription, or of all."""
         if tenant is None:
             return self._all
         channel = self._of.get(tenant)
@@ -83,7 +83,7 @@ class EventFeed:
         return Channel(state, number=int(self._clock.wall() * 1000), clock=self._clock)
 
     def _share(self, events: Iterable[KvEvent]) -> tuple[Channel, ...]:
-        """Give each tenant's channel its own part of a batch; return the channels that got one."""
+        """Give each tenant's channel its own part of a batch; return the channels that got a part."""
         if not self._of:
             return ()
         parts: dict[Channel, list[KvEvent]] = {}
@@ -111,7 +111,7 @@ State = list[tuple[KvBlock, Held]]
 
 
 class BlockSnapshot:
-    """The state at a number, cut into batches as they are read; shared by all who begin there."""
+    """The state at one number, cut into batches while it is read; shared by all readers that begin there."""
 
     def __init__(self, number: int, time: float, state: State) -> None:
         self.number = number
@@ -123,7 +123,7 @@ class BlockSnapshot:
         self._stored_count = sum(len(held) for _, held in state)
 
     def chunk(self, index: int) -> KvBatch:
-        """Return one of its batches; their numbers end at the snapshot's own."""
+        """Return one of its batches; the last one has the snapshot's own number."""
         events: list[KvEvent] = [] if index else [BlocksCleared()]
         part = self._state[index * self._size : (index + 1) * self._size]
         events += (BlockStored(block, tier) for block, held in part for tier in held)
@@ -132,18 +132,18 @@ class BlockSnapshot:
 
 
 class Channel:
-    """The numbered batches of one tenant or of all. Its owner says when the oldest one goes.
+    """The numbered batches of one tenant or of all. Its owner drops the oldest ones.
 
-    A subscription is only a position in a channel: one that stalls costs nobody anything, and learns that it
-    is too late when it asks for its next batch. Each channel counts its own batches, so a tenant's numbers
-    say nothing of the others.
+    A subscription is only a position in a channel: a stalled one costs nothing, and learns that it is too
+    late when it asks for its next batch. Each channel numbers its own batches, so a tenant's numbers say
+    nothing about other tenants.
     """
 
     def __init__(self, state: Callable[[], State], *, number: int, clock: Clock) -> None:
         self._state_of_now = state
         self._clock = clock
         self.last_number = number
-        """The number of the latest batch; before the first one, the number before it."""
+        """The number of the latest batch; before there is one, the number before the first."""
         self._ring: collections.deque[KvBatch] = collections.deque()
         self._changed = asyncio.Event()
         self._latest: BlockSnapshot | None = None
@@ -153,7 +153,7 @@ class Channel:
         """Subscribers that fell too far behind."""
 
     def append(self, events: tuple[KvEvent, ...]) -> KvBatch:
-        """Number events and keep them; `wake` notifies those who wait."""
+        """Number events and keep them; `wake` notifies the waiting readers."""
         self.last_number += 1
         batch = KvBatch(self.last_number, self._clock.wall(), events)
         self._ring.append(batch)
@@ -161,7 +161,7 @@ class Channel:
         return batch
 
     def drop_oldest(self) -> KvBatch:
-        """Drop the oldest batch, and the snapshot that it follows: nobody can begin with that any more."""
+        """Drop the oldest batch, and the snapshot before it: nobody can begin with that any more."""
         dropped = self._ring.popleft()
         if self._latest is not None and self._latest.number < dropped.sequence_number:
             self._latest = None
@@ -178,7 +178,7 @@ class Channel:
         await self._changed.wait()
 
     def subscribe(self, *, after_number: int) -> Subscription:
-        """Return what follows `after_number`; 0 begins with the state.
+        """Return the batches after `after_number`; 0 begins with the state.
 
         Raises EventsExpired if batches between that number and what is kept are missing.
         """
@@ -196,7 +196,7 @@ class Channel:
         return self._ring[number + 1 - self._ring[0].sequence_number]
 
     def require(self, number: int, *, began: bool) -> None:
-        """Raise if the batch after this number is not kept: EventsLost, or EventsExpired at the beginning."""
+        """Raise if the batch after this number is not kept: EventsLost if `began`, else EventsExpired."""
         first = self._ring[0].sequence_number if self._ring else self.last_number + 1
         if first - 1 <= number <= self.last_number:
             return
@@ -211,11 +211,11 @@ class Channel:
         raise EventsExpired(Reason.EVENTS_EXPIRED, detail, metadata=numbers)
 
     def _snapshot(self) -> BlockSnapshot:
-        """Return a snapshot whose following events are kept.
+        """Return a snapshot after which all events are kept.
 
-        A new one is taken when more events have come since than it has blocks. So snapshots cost less than
-        the events did, however many subscribe. A reader that was overtaken lets go of its own when it asks
-        for the next batch, and one that asks for none is ended as stalled.
+        A new one is taken once more events have followed the latest than that has blocks. So snapshots cost
+        less than the events did, however many subscribe. A reader that was overtaken drops its snapshot when
+        it asks for the next batch; a reader that never asks is ended as stalled.
         """
         if self._latest is None or self._event_count > self._latest.block_count:
             self._latest = BlockSnapshot(self.last_number, self._clock.wall(), self._state_of_now())
@@ -260,7 +260,7 @@ def size_bytes(batch: KvBatch) -> int:
 
 
 def parts_of(events: Iterable[KvEvent]) -> Iterator[tuple[KvEvent, ...]]:
-    """Yield the events in parts that make messages of a modest size."""
+    """Yield the events in parts that make messages of moderate size."""
     part: list[KvEvent] = []
     token_count = 0
     for event in events:
@@ -276,5 +276,5 @@ def parts_of(events: Iterable[KvEvent]) -> Iterator[tuple[KvEvent, ...]]:
 
 _BATCH_EVENT_COUNT = 1024
 _EVENT_BYTES = 200
-"""What an event takes in memory beside its tokens, about."""
+"""About how much memory an event takes besides its tokens."""
 _IMAGE_BYTES = 200

@@ -1,7 +1,7 @@
 """KV event source: the task that follows the block log, for subscribers over gRPC and over ZeroMQ.
 
-Owned by the event loop. It looks at the log at an interval, so the inference thread wakes nobody. While
-nobody has subscribed it does not look, and the log is off.
+Owned by the event loop. It polls the log, so the inference thread wakes nobody. Until somebody subscribes, it
+does not poll and the log is off.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
 from icehouse_server.rpc.kv_events.event_feed import EventFeed
 
 CONNECT_PREFIX = "connect:"
-"""Prefix of a ZeroMQ endpoint to connect to, instead of listening there."""
+"""Prefix of a ZeroMQ endpoint to connect to instead of listening on."""
 
 
 class KvEventSource:
-    """One for the whole server. Its task begins with the first subscriber, on that one's event loop."""
+    """One for each model. Its task starts with the first subscriber, on that subscriber's event loop."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class KvEventSource:
         )
 
     async def stop(self) -> None:
-        """Stop following the log; whoever serves subscribers ends them."""
+        """Stop following the log; the code that serves subscribers ends their streams."""
         if self._task is not None:
             await background.end(self._task)
 
     def follow(self, tenant: Tenant) -> None:
-        """Have the feed hear of a tenant's blocks; the default one's are always among them."""
+        """Put a tenant's blocks into the feed; the default tenant's are always in it."""
         self._follower.begin(tenant)
         if self._task is None:
             self._task = background.start(self._run(), name="kv-events")
@@ -83,7 +83,7 @@ class KvEventSource:
             await asyncio.sleep(self.interval_s)
 
     async def _follow(self) -> None:
-        """Publish what there is and ask the engine for what is missing, until there is nothing left to do."""
+        """Publish the log's changes and ask the engine for what is missing, until nothing is left to do."""
         while True:
             while self._follower.turn():
                 await asyncio.sleep(0)
@@ -99,19 +99,19 @@ class KvEventSource:
 
 
 _TURN_LIMIT = 512
-"""Changes applied in one turn: a few milliseconds of the event loop."""
+"""Most changes applied in one turn: a few milliseconds of the event loop."""
 _READ_LIMIT = 32
-"""Files whose headers are read for one question."""
+"""Most files whose headers are read for one question."""
 
 Question = BeginListing | ContinueListing | ReadTokens
 
 
 class LogFollower:
-    """Brings mirror and feed up to the log. Off until `begin`.
+    """Brings mirror and feed up to date with the log. Off until `begin`.
 
-    Plain code, one turn at a time, so that tests run it without a loop. A turn takes a bounded number of
-    changes, and at most one question is open, so the inference thread never works for subscribers longer
-    than for one command.
+    Plain code that runs one turn at a time, so that tests need no event loop. A turn takes a bounded number
+    of changes, and at most one question is open, so the inference thread never works for subscribers longer
+    than one command takes.
     """
 
     def __init__(self, log: BlockLog, mirror: BlockMirror, feed: EventFeed) -> None:
@@ -128,7 +128,7 @@ class LogFollower:
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody wants events, and there is a cache."""
+        """Whether anybody wants events and there is a cache."""
         return self._has_begun and not self._is_given_up
 
     def begin(self, tenant: Tenant = DEFAULT_TENANT) -> None:
@@ -137,14 +137,14 @@ class LogFollower:
         self._tenants.add(tenant)
 
     def turn(self) -> bool:
-        """Publish the next changes of the log; False if those were all."""
+        """Publish the next changes of the log; return False if those were all."""
         changes = self._log.take(limit=_TURN_LIMIT)
         if changes:
             self._feed.publish(self._mirror.apply(changes))
         return bool(len(self._log))
 
     def question(self) -> Question | None:
-        """Return the next question to the engine; it must be answered before the next one."""
+        """Return the next question to the engine; `answer` must be called before the next one."""
         if not self.is_on or len(self._log):
             return None
         if self._is_listing_due or not self._log.is_on:
@@ -156,7 +156,7 @@ class LogFollower:
         return ReadTokens(self._reading) if self._reading else None
 
     def answer(self, question: Question, answer: CacheAnswer | IcehouseError) -> bool:
-        """Apply the answer; False if it is better to wait before the next question."""
+        """Apply the answer; return False if it is better to wait before the next question."""
         if isinstance(answer, Listing):
             self._left_count = answer.left_count
         elif isinstance(answer, BlockTokens):

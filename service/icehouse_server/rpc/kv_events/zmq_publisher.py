@@ -1,8 +1,8 @@
-"""ZeroMQ publisher: one tenant's KV events of each model as llm-d reads them, three frames a batch.
+"""ZeroMQ publisher: one tenant's KV events of each model, in llm-d's format of three frames a batch.
 
-Owned by the event loop, and one subscriber of each model's feed. Publishing never waits: a slow subscriber
-loses messages in its bounded queue, and sees that numbers are missing. For each new subscriber the state is
-published again, a part at a time, and then what has changed since. That is harmless for the others.
+Owned by the event loop; one subscriber of each model's feed. Publishing never waits: a slow subscriber loses
+messages in its bounded queue, and sees that numbers are missing. For each new subscriber the state is
+published again, a part at a time, then what has changed since. That is harmless for the others.
 
 Frames are topic, number of 8 bytes (big-endian), and msgpack of [time, events, rank]. An event is an array
 that begins with its name, as in vLLM. Needs the optional package pyzmq, so it is imported only for a
@@ -29,22 +29,22 @@ from icehouse_server.rpc.kv_events.event_feed import EventFeed
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
 
 _QUEUE_LIMIT = 1_000
-"""Messages of at most 100 kB or so that wait for one subscriber; further ones are lost to it."""
+"""Most messages, each at most 100 kB or so, that wait for one subscriber; it loses further ones."""
 _REPUBLISH_S = 5.0
-"""The least time between two times that everything is published again."""
+"""Least seconds between two republications of the whole state."""
 _PAUSE_S = 0.01
-"""Between two batches, which take some milliseconds of the event loop each."""
+"""Pause between two batches, which each take some milliseconds of the event loop."""
 _RECEIVE_LIMIT = 64
-"""Messages of subscribers that are read in one turn: they may send without end."""
+"""Most subscribers' messages that are read in one turn: they may send without end."""
 _SUBSCRIPTION_BYTE_LIMIT = 4 << 10
-"""Longest message of a subscriber, which names the beginning of a topic. Who sends more is disconnected."""
+"""Longest message of a subscriber, which names a topic's prefix. Who sends more is disconnected."""
 _MEDIA = {Tier.RAM: "GPU", Tier.SSD: "CPU"}
-"""By this name llm-d gives the second tier less weight."""
+"""With these names, llm-d gives the second tier less weight."""
 _MASK = (1 << 64) - 1
 
 
 class ZmqPublisher:
-    """Listens, or connects to a subscriber that does. Each model has a topic, with numbers of its own."""
+    """Listens, or connects to a subscriber that does. Each model has a topic with its own message numbers."""
 
     def __init__(self, *, endpoint: str, tenant: Tenant, interval_s: float, clock: Clock) -> None:
         self._endpoint = endpoint
@@ -59,23 +59,23 @@ class ZmqPublisher:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, topic: str, source: KvEventSource) -> None:
-        """Publish what there is of a model, and what changes. After `open`."""
+        """Publish a model's state, and its changes. Call this after `open`."""
         source.follow(self._tenant)
         self._topics[topic] = _Topic(topic.encode(), source.feed, self._tenant)
 
     def remove(self, topic: str) -> None:
-        """Publish nothing more of a model. What it has on SSD is still there when it is loaded again."""
+        """Stop publishing a model. Its blocks on SSD are still there when it is loaded again."""
         self._topics.pop(topic, None)
 
     def start(self) -> str:
-        """Open the endpoint and publish everything to new subscribers; return its address."""
+        """Open the endpoint and start the task that publishes; return the address."""
         endpoint = self.open()
         self._task = background.start(self._run(), name="kv-events-zmq")
         return endpoint
 
     def open(self) -> str:
-        """Begin to publish; return the address. Raises StartError if the endpoint cannot be opened."""
-        # Report every subscription, also a second one to a topic: everything is published for each.
+        """Open the endpoint; return its address. Raises StartError if it cannot be opened."""
+        # Report every subscription, even a second one to a topic: for each the state is published.
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.setsockopt(zmq.SNDHWM, _QUEUE_LIMIT)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _SUBSCRIPTION_BYTE_LIMIT)
@@ -97,7 +97,7 @@ class ZmqPublisher:
         return endpoint
 
     async def stop(self) -> None:
-        """Close the endpoint; what has not been sent is lost."""
+        """Close the endpoint; unsent messages are lost."""
         if self._task is not None:
             await background.end(self._task)
         self._context.destroy(linger=0)
@@ -107,10 +107,10 @@ class ZmqPublisher:
             await asyncio.sleep(_PAUSE_S if self.turn() else self._interval_s)
 
     def turn(self) -> bool:
-        """Look for new subscribers and publish each model's next batch; return whether there may be more.
+        """Check for new subscribers and publish each model's next batch; return whether there may be more.
 
-        The state that was begun is finished before it is begun again: whoever keeps coming must not keep the
-        last blocks from others.
+        A state that was begun is finished before it is begun again: subscribers that keep reconnecting must
+        not keep the last blocks from others.
         """
         self._is_republish_due |= self.hear()
         if sum(self._publish(topic) for topic in self._topics.values()):
@@ -125,18 +125,18 @@ class ZmqPublisher:
         try:
             batch = topic.subscription.take()
         except EventsLost:
-            # All have to forget what they know: some of what is gone was never told.
+            # All subscribers must forget what they know: some removals were never published.
             self._send(topic, [BlocksCleared()], time=self._clock.wall())
             topic.begin()
             return True
         if batch is not None:
-            # Only a state has this event, and whoever knows blocks already need not forget them.
+            # Only a state has this event, and subscribers that already know blocks need not forget them.
             events = [event for event in batch.events if not isinstance(event, BlocksCleared)]
             self._send(topic, events, time=batch.time)
         return batch is not None
 
     def hear(self) -> bool:
-        """Take in messages of subscribers; return whether a new one is among them."""
+        """Read subscribers' messages; return whether there is a new subscriber."""
         has_come = False
         with contextlib.suppress(zmq.Again):
             for _ in range(_RECEIVE_LIMIT):
@@ -144,7 +144,7 @@ class ZmqPublisher:
         return has_come
 
     def republish(self) -> None:
-        """Begin with the whole state of each model again."""
+        """Publish the whole state of each model again."""
         self._is_republish_due = False
         self._republish_time = self._clock.monotonic()
         for topic in self._topics.values():
@@ -156,23 +156,23 @@ class ZmqPublisher:
             return
         frames = [topic.name, topic.number.to_bytes(8, "big"), packed]
         topic.number += 1
-        with contextlib.suppress(zmq.Again):  # nobody there that connects, or its queue is full
+        with contextlib.suppress(zmq.Again):  # no subscriber is connected, or its queue is full
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
 
 class _Topic:
-    """What is published of one model: first its state, then what changes."""
+    """What is published of one model: first its state, then its changes."""
 
     def __init__(self, name: bytes, feed: EventFeed, tenant: Tenant) -> None:
         self.name = name
         self._feed = feed
         self._tenant = tenant
         self.number = 0
-        """Of the next message."""
+        """The number of the next message."""
         self.begin()
 
     def begin(self) -> None:
-        """Begin with the state."""
+        """Begin again with the state."""
         self.subscription = self._feed.subscribe(after_number=0, tenant=self._tenant)
 
 
@@ -196,7 +196,7 @@ def _row(event: KvEvent) -> list[object]:
             *("BlockStored", [block.hash & _MASK], parent, tokens, block.token_count),
             *(None, _MEDIA[event.tier], adapter),
         ]
-        # `extra_keys`, one list for each block; as vLLM does, left out where there are none.
+        # `extra_keys`, one list for each block; omitted if there are none, as in vLLM.
         return [*row, [block.images]] if block.images else row
     if isinstance(event, BlockRemoved):
         return ["BlockRemoved", [event.hash & _MASK], _MEDIA[event.tier]]

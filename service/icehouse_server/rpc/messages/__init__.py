@@ -1,1 +1,1 @@
-"""Protobuf messages to domain data and back, and the validation of every field."""
+"""Messages: protobuf to domain data and back, with the validation of every field."""

@@ -1,4 +1,4 @@
-"""Conversations and tools, from messages to domain data. Every refusal names its field. Pure functions."""
+"""Conversations and tools: from messages to domain data. Every error names its field. Pure functions."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _ROLES = {
     for value in prompt_pb2.Role.DESCRIPTOR.values
     if value.number
 }
-"""The words in which templates know the API's roles."""
+"""Names of the API's roles in templates."""
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _NAME_WANTED = "1 to 128 of A-Z a-z 0-9 _ . -"
 """Names of tools, and of roles that only a template knows."""
 MESSAGE_COUNT_LIMIT = 4096
 PART_COUNT_LIMIT = 256
-"""Parts of one message, and tool calls of one."""
+"""Most parts, and most tool calls, of one message."""
 TOOL_COUNT_LIMIT = 128
 TOOL_BYTES_LIMIT = 1 << 20
-"""Schemas of all tools; parsing a megabyte of JSON takes some 20 ms of Python's global lock."""
+"""Most characters of all tools; parsing a megabyte of JSON holds the GIL for some 20 ms."""
 
 _SHOWING_ROLES = ("user", "tool")
 _CHAT, _TOOL, _CHOICE = Reason.CHAT_INVALID, Reason.TOOL_INVALID, Reason.TOOL_CHOICE_INVALID
@@ -89,7 +89,7 @@ def conversation_of(
 
 
 def is_stable(chat: prompt_pb2.ChatPrompt, *, default: bool) -> bool:
-    """Whether the prompt is to begin as an earlier one; raises InvalidRequest for an unknown form."""
+    """Whether the prompt must stay stable across turns; raises InvalidRequest for an unknown form."""
     if chat.form not in prompt_pb2.PromptForm.values():
         complaint = f"is {int(chat.form)}; it is not a PromptForm of this API version"
         _refuse(_CHAT, "prompt.chat.form", complaint)
@@ -97,7 +97,7 @@ def is_stable(chat: prompt_pb2.ChatPrompt, *, default: bool) -> bool:
 
 
 def check_no_tools(tools: Sequence[tool_pb2.Tool], choice: tool_pb2.ToolChoice | None) -> None:
-    """Refuse tools, or a tool choice, with a prompt that is no conversation."""
+    """Refuse tools or a tool choice if the prompt is not a conversation."""
     if tools:
         message = f"{len(tools)} tools are offered, but the prompt is no conversation; send `chat`"
         raise _invalid(_TOOL, message, "prompt.tools")
@@ -203,7 +203,7 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
 
 
 def _role_of(message: prompt_pb2.ChatMessage, field: str) -> str:
-    """Return the role's name in templates; raises InvalidRequest for none, two or an unknown one."""
+    """Return the role's name in templates; raises InvalidRequest if there is none, two or an unknown one."""
     name = message.role_name
     if message.role:
         if name:
@@ -224,7 +224,7 @@ def _role_of(message: prompt_pb2.ChatMessage, field: str) -> str:
 def _content_of(
     message: prompt_pb2.ChatMessage, role: str, field: str, info: ModelInfo
 ) -> tuple[str, tuple[PlacedImage, ...]]:
-    """Return a message's text, and its images at their positions in it."""
+    """Return a message's text, and its images with their positions in the text."""
     if not message.parts:
         return message.content, ()
     if message.content:
@@ -268,7 +268,7 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
 
 
 def _from_data_uri(image: prompt_pb2.ImagePart, field: str, detail: ImageDetail) -> ImageSource:
-    """Return the file in a data URI (RFC 2397); base64 is read as leniently as in browsers."""
+    """Return the file in a data URI (RFC 2397); base64 is read as leniently as browsers do."""
     uri_field = f"{field}.uri"
     head, comma, body = image.uri.partition(",")
     media_type, *options = head[len("data:") :].split(";")
@@ -277,7 +277,7 @@ def _from_data_uri(image: prompt_pb2.ImagePart, field: str, detail: ImageDetail)
         raise _bad_image(f"{uri_field} is {shown(image.uri[:40])}; it must be {shape}", uri_field)
     try:
         data = _from_base64(body)
-    except ValueError as error:  # of its alphabet, or of letters that are not even ASCII
+    except ValueError as error:  # a letter outside base64's alphabet, or not even ASCII
         raise _bad_image(f"{uri_field} is not base64: {error}", uri_field) from None
     if not data:
         raise _bad_image(f"{uri_field} has no data behind its comma", uri_field)
@@ -285,7 +285,7 @@ def _from_data_uri(image: prompt_pb2.ImagePart, field: str, detail: ImageDetail)
 
 
 def _from_base64(text: str) -> bytes:
-    """Return the bytes; line breaks and missing padding are accepted."""
+    """Return the bytes; accepts line breaks and missing padding."""
     if "%" in text:
         text = urllib.parse.unquote(text, errors="strict")
     encoded = b"".join(text.encode("ascii").split())
@@ -301,14 +301,14 @@ def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
     try:
         _object_of(made.arguments_json)
     except _NoObject:
-        return made  # a model wrote it, and may have written it badly
+        return made  # a model wrote it, so it may be malformed
     except ValueError as error:
         _refuse(_CHAT, f"{field}.arguments_json", str(error))
     return made
 
 
 def _arguments_of(struct: Struct) -> dict[str, Any]:
-    """Return the template's arguments; sorted, since a Struct's keys have no order."""
+    """Return the template's arguments, sorted, since a Struct's keys have no order."""
     try:
         arguments = uniform(MessageToDict(struct))
     except ValueError:
@@ -329,7 +329,7 @@ def _check_count(count: int, limit: int, *, what: str, field: str) -> None:
 
 
 def _check_end(conversation: Conversation) -> None:
-    """Refuse options for the prompt's end that exclude each other."""
+    """Refuse options for the prompt's end that contradict each other."""
     last = conversation.messages[-1]
     if conversation.continues_final_message:
         field = "prompt.chat.continue_final_message"
@@ -347,11 +347,11 @@ def _check_end(conversation: Conversation) -> None:
 
 
 class _NoObject(ValueError):
-    """A text that is no JSON object."""
+    """A text that is not a JSON object."""
 
 
 def _object_of(text: str) -> dict[str, Any]:
-    """Return the JSON object; raises ValueError that says what the text is instead."""
+    """Return the JSON object; raises ValueError, which says what the text is instead."""
     try:
         parsed = json.loads(text)
         # JSON can contain half of a surrogate pair, which cannot be encoded.

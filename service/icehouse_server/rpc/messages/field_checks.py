@@ -1,4 +1,4 @@
-"""Field checks: fields of request messages to domain data. Each refusal names its field. Pure functions."""
+"""Field checks: fields of request messages to domain data. Each error names its field. Pure functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RunMessage = (
     | embedding_service_pb2.EmbedRequest
     | rerank_service_pb2.RerankRequest
 )
-"""A request that makes the engine run."""
+"""A request that the engine computes something for."""
 PromptMessage = (
     cache_service_pb2.ExplainRequest
     | cache_service_pb2.PinRequest
@@ -59,7 +59,7 @@ def shown(value: object) -> str:
 
 
 def refuse_value(field: str, value: object, wanted: str, *, unit: str = "") -> NoReturn:
-    """Raise PARAMETER_OUT_OF_RANGE for `field`; `wanted` is the range in words, `unit` what is counted."""
+    """Raise PARAMETER_OUT_OF_RANGE for `field`; `wanted` is the range in words, `unit` the value's unit."""
     raise InvalidRequest(
         Reason.PARAMETER_OUT_OF_RANGE,
         f"{field} is {shown(value)}{' ' if unit else ''}{unit}; it must be {wanted}",
@@ -70,7 +70,7 @@ def refuse_value(field: str, value: object, wanted: str, *, unit: str = "") -> N
 
 @contextlib.contextmanager
 def names_item(item: str, *, names_field: bool = True) -> Iterator[None]:
-    """Have a refusal name the list's item at fault, such as `inputs[3]`, and the field in it."""
+    """Make errors name the faulty item of a list, such as `inputs[3]`, and the field in it."""
     try:
         yield
     except InvalidRequest as error:
@@ -89,14 +89,14 @@ def check_count(field: str, count: int, limit: int, unit: str) -> None:
 
 
 def check_text_bytes(field: str, texts: Sequence[str], limit: int) -> None:
-    """Refuse an empty text, and one of more than `limit` bytes in UTF-8."""
+    """Refuse empty texts, and texts of more than `limit` bytes in UTF-8."""
     for index, text in enumerate(texts):
         if not 1 <= (size_bytes := len(text.encode("utf-8"))) <= limit:
             refuse_value(f"{field}[{index}]", size_bytes, f"1 to {limit} bytes long in UTF-8", unit="bytes")
 
 
 def check_kind(info: ModelInfo, wanted: ModelKind) -> None:
-    """Refuse a use that a model is not made for; one that generates text serves all."""
+    """Refuse a use that a model is not made for; a model that generates text serves all uses."""
     if info.kind in (ModelKind.CHAT, wanted):
         return
     raise InvalidRequest(
@@ -114,7 +114,7 @@ _USES = {
 
 
 def check_adapter(name: str, info: ModelInfo, *, field: str) -> None:
-    """Accept an adapter that is served and the empty name; raises NotFound for any other."""
+    """Accept the empty name and adapters that are served; raises NotFound for any other."""
     served = [adapter.name for adapter in info.adapters]
     if name and name not in served:
         known = ", ".join(served[:_LISTED_LIMIT])
@@ -128,18 +128,18 @@ def check_adapter(name: str, info: ModelInfo, *, field: str) -> None:
 
 
 def check_name(field: str, name: str) -> str:
-    """Return a caller's name for a request or a conversation; raises InvalidRequest for one that could not be
-    logged."""
+    """Return a caller's name for a request or a conversation; raises InvalidRequest if it must not be logged
+    as it is."""
     if CALLER_NAME_PATTERN.fullmatch(name) is None:
         refuse_value(field, name, "1 to 128 of A-Z a-z 0-9 . _ : -")
     return name
 
 
 def max_output_tokens_of(value: int, config: ServerConfig) -> int:
-    """Return how many tokens to generate at most, within the server's limit; 0 asks for the default.
+    """Return the most tokens to generate, within the server's limit; 0 asks for the default.
 
-    A larger number is not refused: clients send one to any server, and the context may end an output earlier
-    as well.
+    A larger number is not refused: clients send the same one to every server, and the context may end an
+    output earlier anyway.
     """
     if value < 0:
         refuse_value("max_output_tokens", value, "1 or more, or absent")
@@ -147,7 +147,7 @@ def max_output_tokens_of(value: int, config: ServerConfig) -> int:
 
 
 def max_reasoning_tokens_of(value: int, config: ServerConfig) -> int:
-    """Return how many tokens the model may think with at most."""
+    """Return the most tokens of reasoning."""
     if value < 0:
         refuse_value("max_reasoning_tokens", value, "0 or more, or absent")
     return min(value, config.max_output_tokens_limit)
@@ -161,14 +161,14 @@ def completions_of(value: int, config: ServerConfig) -> int:
 
 
 def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:
-    """Return the stop strings without repetitions."""
+    """Return the stop strings without duplicates."""
     check_count("stop", len(stop), config.max_stop_count, "strings")
     check_text_bytes("stop", stop, config.max_stop_bytes)
     return tuple(dict.fromkeys(stop))
 
 
 def stop_token_ids_of(token_ids: Sequence[int], info: ModelInfo) -> tuple[int, ...]:
-    """Return the tokens that end an output, without repetitions."""
+    """Return the tokens that end an output, without duplicates."""
     check_count("stop_token_ids", len(token_ids), STOP_TOKEN_COUNT_LIMIT, "tokens")
     check_token_ids(token_ids, info, field="stop_token_ids")
     return tuple(dict.fromkeys(token_ids))
@@ -184,7 +184,7 @@ def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> Logprob
 
 
 def cache_use_of(proto: cache_policy_pb2.CachePolicy) -> CacheUse:
-    """Return what may be done with the cache; enum values from a newer API are refused."""
+    """Return how the cache may be used; enum values from a newer API are refused."""
     use = enum_of(proto.use, cache_policy_pb2.CacheUse, CacheUse, unset=CacheUse.READ_WRITE)
     if use is None:
         refuse_value("cache.use", int(proto.use), "a CacheUse of this API version")
@@ -192,7 +192,7 @@ def cache_use_of(proto: cache_policy_pb2.CachePolicy) -> CacheUse:
 
 
 def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
-    """Return the tenant whose blocks may be used; raises Forbidden for another one than the caller's.
+    """Return the tenant whose blocks may be used; raises Forbidden if it is not the caller's.
 
     Operators, and everybody if no credentials are required, may name any tenant.
     """
@@ -214,7 +214,7 @@ def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
 def shared_tenant_of(
     proto: cache_policy_pb2.CachePolicy, caller: Caller, grants: Mapping[str, frozenset[str] | None]
 ) -> Tenant | None:
-    """Return the tenant whose prompts it may also start from; raises Forbidden if that is not granted."""
+    """Return the tenant whose prompts the request may also start from; raises Forbidden if not granted."""
     name = proto.shared_prefix_name
     _check_tenant(name, field="cache.shared_prefix_name")
     if not name:
@@ -267,7 +267,7 @@ def priority_of(value: int) -> int:
 
 
 def watch_interval_of(proto: Duration, *, present: bool) -> float:
-    """Return the time between two answers of WatchStats in seconds."""
+    """Return the seconds between two answers of WatchStats."""
     if not present:
         return DEFAULT_WATCH_INTERVAL_S
     interval_s = proto.seconds + proto.nanos / 1e9
@@ -278,7 +278,7 @@ def watch_interval_of(proto: Duration, *, present: bool) -> float:
 
 
 def pin_ttl_of(proto: Duration, *, present: bool) -> float | None:
-    """Return how long a pin stays, in seconds; None is until it is unpinned."""
+    """Return how long a pin stays, in seconds; None means until it is unpinned."""
     if not present:
         return None
     ttl_s = proto.seconds + proto.nanos / 1e9
@@ -308,7 +308,7 @@ def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
 
 
 def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, field: str) -> None:
-    """Refuse an id that the model's vocabulary does not have."""
+    """Refuse an id outside the model's vocabulary."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < info.vocabulary_size):
         return
     for index, token_id in enumerate(token_ids):

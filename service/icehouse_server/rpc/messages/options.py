@@ -1,6 +1,6 @@
 """Options of a request: sampling, speculation and response format, as domain data. Pure functions.
 
-Every refusal names its field.
+Every error names its field.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def sampling_of(
     max_output_tokens: int,
     info: ModelInfo,
 ) -> SamplingParams:
-    """Return the sampling parameters, with the API's defaults; `bad_words` need the tokenizer: see
+    """Return the sampling parameters, with the API's defaults. `bad_words` need the tokenizer: see
     `spellings`."""
     _check_numbers(proto)
     if not 0 <= proto.min_output_tokens <= max_output_tokens:
@@ -82,7 +82,7 @@ def sampling_of(
 
 
 def bad_words_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words that the output must not contain; refuses too many, and empty or long ones."""
+    """Return the words that the output must not contain; refuses too many, empty or long ones."""
     check_count("sampling.bad_words", len(words), BAD_WORD_COUNT_LIMIT, "texts")
     check_text_bytes("sampling.bad_words", words, BAD_WORD_BYTE_LIMIT)
     return tuple(words)
@@ -91,7 +91,7 @@ def bad_words_of(words: Sequence[str]) -> tuple[str, ...]:
 def spellings(
     words: Sequence[str], tokenizer: Tokenizer, *, vocabulary_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return each word's tokens, with and without a space before it, if the model can generate them; raises
+    """Return each word's tokens, with and without a space before it, if the model can generate them. Raises
     InvalidRequest for a word of too many tokens."""
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
@@ -110,7 +110,7 @@ def _check_numbers(proto: sampling_pb2.SamplingParams) -> None:
     penalty = f"{-PENALTY_LIMIT:g} to {PENALTY_LIMIT:g}"
     repetition = f"> 0 and <= {REPETITION_PENALTY_LIMIT:g}, or absent; 1 changes nothing"
     temperature, window = "a finite number >= 0; 0 is greedy", ">= 0; 0 counts all tokens"
-    # NaN fails every comparison, so each condition says what is allowed.
+    # NaN fails every comparison, so each condition states what is allowed.
     for name, is_allowed, wanted in (
         ("temperature", 0 <= proto.temperature < math.inf, temperature),
         ("top_p", 0 <= proto.top_p <= 1, "> 0 and <= 1, or absent; 1 keeps all tokens"),
@@ -190,7 +190,7 @@ _FIELD = "response_format"
 
 
 def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFormat:
-    """Return the form that is asked for; raises InvalidRequest when none or an impossible one is."""
+    """Return the form that the request asks for; raises InvalidRequest if it is missing or impossible."""
     kind = proto.WhichOneof("format")
     if proto.compact and kind not in ("json_schema", "json_object"):
         refuse_value(f"{_FIELD}.compact", True, "absent, except with json_schema or json_object")

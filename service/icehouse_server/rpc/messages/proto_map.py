@@ -1,9 +1,9 @@
-"""Map from dataclasses of counters to their protobuf messages, by name. Pure functions.
+"""Map from dataclasses of counters to protobuf messages, by field name. Pure functions.
 
-`_s` is a Duration, `_per_s` is `_per_second`, `_token_count` and `_token_limit` are `_tokens`, a time is a
-Timestamp. Enums go by
-the names of their members, None is absent, bytes are hexadecimal text, dataclasses are messages, tuples are
-repeated fields. The few exceptions are listed here; a test compares the fields of both sides.
+`_s` becomes a Duration, `_per_s` becomes `_per_second`, `_token_count` and `_token_limit` become `_tokens`, a
+time becomes a Timestamp. Enums are mapped by member name, None is absent, bytes are hexadecimal text,
+dataclasses are messages, tuples are repeated fields. The few exceptions are listed here; a test compares the
+fields of both sides.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ RENAMED = {
     "image_encode_s": "image_encode_duration",
 }
 DERIVED: dict[type[Any], tuple[str, ...]] = {LookupStats: ("miss_token_total",)}
-"""Properties that have a field in the message."""
+"""Properties that have a field in the message too."""
 NOT_SENT: dict[type[Any], tuple[str, ...]] = {
-    # A tenant's are sent with the rest of its numbers.
+    # A tenant's share is sent with its other numbers.
     CacheStats: ("tenants",),
     ModelInfo: ("image_refusal", "system_digest_hex", "pooling"),
 }
@@ -64,7 +64,7 @@ def timestamp_proto(time_s: float) -> Timestamp:
 
 
 def names_of(kind: type[Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each field that is sent, in the dataclass and in the message."""
+    """Yield the names of each field that is sent: in the dataclass, and in the message."""
     own = (field.name for field in dataclasses.fields(kind) if field.name not in NOT_SENT.get(kind, ()))
     for name in (*own, *DERIVED.get(kind, ())):
         ending = next((pair for pair in _SUFFIXES if name.endswith(pair[0])), ("", ""))
@@ -77,7 +77,7 @@ def to_proto(value: Any, kind: type[M]) -> M:
 
 
 def fill(message: M, value: Any) -> M:
-    """Set every field of a dataclass in a message, which may have more, and return the message."""
+    """Set every field of a dataclass in a message, which may have further fields, and return the message."""
     for name, proto_name in names_of(type(value)):
         item = getattr(value, name)
         field: Any = message.DESCRIPTOR.fields_by_name[proto_name]
@@ -108,14 +108,14 @@ def _scalar(value: Any, field: Any) -> Any:
 
 
 def enum_proto(member: enum.Enum, kind: Any) -> Any:
-    """Return the value of a message's enum that is named like the member."""
+    """Return the value of a message's enum that has the member's name."""
     return kind.Value(_prefix(kind.DESCRIPTOR) + member.name)
 
 
 def enum_of(value: int, kind: Any, members: type[E], *, unset: E) -> E | None:
-    """Return the member that a message's enum names, `unset` where it is unspecified.
+    """Return the member that a message's enum value names, `unset` if it is unspecified.
 
-    None is a value that only a newer API has.
+    None for a value that only a newer API has.
     """
     found = kind.DESCRIPTOR.values_by_number.get(value)
     if found is None:
@@ -124,5 +124,5 @@ def enum_of(value: int, kind: Any, members: type[E], *, unset: E) -> E | None:
 
 
 def _prefix(values: EnumDescriptor) -> str:
-    """Return what the names of an enum's values begin with."""
+    """Return the common prefix of the names of an enum's values."""
     return values.values_by_number[0].name.removesuffix("UNSPECIFIED")

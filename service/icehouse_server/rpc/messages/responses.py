@@ -1,4 +1,4 @@
-"""Responses: domain data to response messages: generation, models, the cache and its counters. Pure."""
+"""Responses: domain data to response messages, for generation, models, the cache and its counters. Pure."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ Spell = Callable[[int], str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportNotes:
-    """What a cache report says beside what the engine reports."""
+    """What a cache report contains besides the engine's report."""
 
     text: Spell | None = None
-    """Returns a token id's text; None if the caller must not see cached prompts of this tenant."""
+    """Returns a token id's text; None if the caller must not see this tenant's cached prompts."""
     changes: tuple[PromptChange, ...] = ()
 
 
@@ -114,13 +114,13 @@ def finished_proto(event: Finished) -> inference.Finished:
 
 
 def delta_proto(event: Delta, *, piece: Spell) -> inference.Delta:
-    """Return new output, all of it as text."""
+    """Return new output, all of it as plain text."""
     logprobs = [logprobs_proto(entry, piece=piece) for entry in event.logprobs]
     return inference.Delta(text=event.text, token_ids=event.token_ids, logprobs=logprobs)
 
 
 def progress_proto(event: PrefillProgress, *, piece: Spell) -> inference.PrefillProgress:
-    """Return how far the prompt is computed."""
+    """Return how much of the prompt has been computed."""
     return inference.PrefillProgress(
         processed_tokens=event.processed_token_count,
         prompt_tokens=event.prompt_token_count,
@@ -175,7 +175,7 @@ def explain_response(
 def warm_response(
     event: Event, *, request_id: str, notes: ReportNotes
 ) -> cache_service_pb2.WarmResponse | None:
-    """Return what is sent of a warm-up for an event of the engine; None for nothing."""
+    """Return the response of a warm-up to an event of the engine; None if nothing is sent."""
     match event:
         case Started():
             token_count = event.cache.cached_token_count
@@ -199,7 +199,7 @@ def warm_response(
 
 
 def evict_progress(now: CommandProgress[EvictReport]) -> cache_service_pb2.EvictProgress:
-    """Return how far a removal is."""
+    """Return the progress of a removal."""
     return cache_service_pb2.EvictProgress(
         processed_block_count=now.processed_block_count,
         block_count=now.block_count,
@@ -209,7 +209,7 @@ def evict_progress(now: CommandProgress[EvictReport]) -> cache_service_pb2.Evict
 
 
 def verify_result(report: VerifyReport) -> cache_service_pb2.VerifyResult:
-    """Return what a check found; the list of names is cut, the count is not."""
+    """Return the result of a check; the list of names is cut, the count is not."""
     return cache_service_pb2.VerifyResult(
         verified_block_count=report.verified_block_count,
         verified_bytes=report.verified_bytes,
@@ -220,7 +220,7 @@ def verify_result(report: VerifyReport) -> cache_service_pb2.VerifyResult:
 
 
 def verify_progress(now: CommandProgress[VerifyReport]) -> cache_service_pb2.VerifyProgress:
-    """Return how far a check is."""
+    """Return the progress of a check."""
     return cache_service_pb2.VerifyProgress(
         verified_block_count=now.report.verified_block_count,
         verified_bytes=now.report.verified_bytes,
@@ -232,7 +232,7 @@ def verify_progress(now: CommandProgress[VerifyReport]) -> cache_service_pb2.Ver
 def tenant_stats_protos(
     tenants: Tenants, accounts: Iterable[Account], caches: Iterable[CacheStats]
 ) -> Iterator[tenant_stats_pb2.TenantStats]:
-    """Yield one message for each account, with what it has in the caches of all models."""
+    """Yield one message for each account, with its share of the caches of all models."""
     shares: dict[Tenant, TenantShare] = {}
     for share in (share for cache in caches for share in cache.tenants):
         shares[share.tenant] = share.joined(shares.get(share.tenant, TenantShare(share.tenant)))

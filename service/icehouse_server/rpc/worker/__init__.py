@@ -1,1 +1,1 @@
-"""Worker protocol `vllm.grpc.engine.VllmEngine`: what gateways speak, over the API's checks and engine."""
+"""Worker protocol `vllm.grpc.engine.VllmEngine`, which gateways speak, over the API's checks and engine."""

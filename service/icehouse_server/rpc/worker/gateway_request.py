@@ -1,6 +1,6 @@
-"""Worker request: a gateway's GenerateRequest as the API's own, so that one set of checks sees both.
+"""Worker request: a gateway's GenerateRequest mapped to the API's own, so that the same checks see both.
 
-Every field of the protocol is mapped, has no effect here, or is refused by name; a test walks the
+Every field of the protocol is mapped, or has no effect here, or is refused by name; a test walks the
 descriptors. Pure functions.
 """
 
@@ -36,9 +36,9 @@ from icehouse_server.rpc.messages.options import CHOICE_TEXT_LIMIT, LOGIT_BIAS_C
 REFUSED = {
     "kv_transfer_params": "KV comes from no other worker",
     "kv_transfer_params_json": "KV comes from no other worker",
-    # Further modalities, such as videos.
+    # Other modalities, such as videos.
     "extra_mm_inputs": "images come in mm_inputs, all of them, and nothing else is served",
-    # Files that the worker would read, for prompts with one token for each image.
+    # Files that the worker would have to read, for prompts with one token for each image.
     "media_refs": "images come as tensors in mm_inputs, or as files in chats of icehouse.v1",
     "sampling_params.structural_tag": "constrain the output with json_schema, regex, grammar or choice",
     "sampling_params.truncate_prompt_tokens": "shorten the prompt at the gateway",
@@ -51,7 +51,7 @@ _ANY_SEED = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogprobsShown:
-    """Which log probabilities a gateway asked for; the engine gives the larger count for both."""
+    """Which log probabilities a gateway asked for; the engine returns the larger count for both."""
 
     output_top_count: int | None = None
     """None for none."""
@@ -60,20 +60,20 @@ class LogprobsShown:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerRequest:
-    """A gateway's request: what the API has fields for, and the rest."""
+    """A gateway's request: the part that the API has fields for, and the rest."""
 
     native: inference_service_pb2.GenerateRequest
     logprobs: LogprobsShown
     shows_markers: bool
     """Whether stop strings may match special tokens."""
     read_images: Callable[[], SentImages] | None = None
-    """Gives the prompt's images, off the event loop; None where it has none."""
+    """Returns the prompt's images, off the event loop; None if it has none."""
 
 
 def worker_request_of(
     request: worker.GenerateRequest, *, info: ModelInfo, config: ServerConfig
 ) -> WorkerRequest:
-    """Return the request in the API's fields; raises InvalidRequest for what only this protocol has."""
+    """Return the request in the API's fields; raises InvalidRequest for errors in fields it does not have."""
     params = request.sampling_params
     _refuse(request, "")
     _refuse(params, "sampling_params.")
@@ -107,8 +107,8 @@ def worker_request_of(
 
 
 def input_ids_of(tokenized: worker.TokenizedInput, info: ModelInfo) -> Sequence[int]:
-    """Return a prompt's tokens, fit for the API's message; raises InvalidRequest."""
-    # Before the ids are checked, so that the longest message costs the loop little.
+    """Return a prompt's tokens, checked for the API's message; raises InvalidRequest."""
+    # The length is checked before the ids, so that the longest message costs the event loop little.
     check_length(len(tokenized.input_ids), info, field="tokenized.input_ids")
     ids: Sequence[int] = tokenized.input_ids
     check_token_ids(ids, info, field="tokenized.input_ids")
@@ -128,7 +128,7 @@ def _refuse(message: Message, prefix: str) -> None:
 
 
 def _check_counts(params: worker.SamplingParams, config: ServerConfig) -> None:
-    """Refuse early what the API would refuse: copying it into the API's message may take seconds."""
+    """Refuse early what the API would refuse anyway: copying it into the API's message may take seconds."""
     for name, items, limit, unit in (
         ("stop", params.stop, config.max_stop_count, "strings"),
         ("stop_token_ids", params.stop_token_ids, STOP_TOKEN_COUNT_LIMIT, "tokens"),
@@ -139,7 +139,7 @@ def _check_counts(params: worker.SamplingParams, config: ServerConfig) -> None:
 
 
 def _max_output_tokens(params: worker.SamplingParams, info: ModelInfo, config: ServerConfig) -> int:
-    """Return the most tokens to generate; if absent, as many as the context and the limit allow."""
+    """Return the most tokens to generate; if absent, as many as context and limit allow."""
     if not params.HasField("max_tokens"):
         return min(config.max_output_tokens_limit, info.context_token_limit)
     count: int = params.max_tokens
@@ -214,11 +214,11 @@ _DTYPES: Final = {
     "uint32": ("U32", 4),
     "uint8": ("U8", 1),
 }
-"""The protocol's names -> ours, and bytes of a number."""
+"""From the protocol's names to ours, with the bytes of one number."""
 
 
 def check_images(request: worker.GenerateRequest, *, info: ModelInfo, config: ServerConfig) -> None:
-    """Refuse images by what is seen at once, however long the message is; raises InvalidRequest."""
+    """Refuse images by checks that take the same short time for any message; raises InvalidRequest."""
     inputs = request.mm_inputs
     if not info.sees_images:
         raise InvalidRequest(
@@ -246,8 +246,8 @@ def check_images(request: worker.GenerateRequest, *, info: ModelInfo, config: Se
 def sent_images_of(request: worker.GenerateRequest) -> SentImages:
     """Return images that `check_images` let pass; raises InvalidRequest. Any thread.
 
-    It takes time in proportion to their bytes. Only what the message itself shows is checked; the rest is for
-    `vision/`. The gateway's hashes are not used: an image is known by what its tensors hold.
+    Takes time in proportion to their bytes. Only what the message itself shows is checked; `vision/` checks
+    the rest. The gateway's hashes are not used: an image's identity is the content of its tensors.
     """
     inputs = request.mm_inputs
     if (key := inputs.encoder_input_key) not in ("", _PIXELS):

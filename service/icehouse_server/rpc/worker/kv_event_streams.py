@@ -1,10 +1,10 @@
-"""KV event batches as gateways read them: events, and how busy the server is.
+"""KV event batches in the form that gateways read: events, and how busy the server is.
 
 A subscriber gets events of its own tenant's blocks, an operator of all. Token ids are prompts in another
-form, so an operator gets them for its own tenant's blocks only, and hashes for the others', unless a setting
-says otherwise. Gateways name no tenant in their requests. So the subscriber's own blocks have no salt and
-match, and another tenant's have its name as salt and match nothing. Blocks on SSD count as blocks in host
-memory: gateways ignore anything further away, and these need not be computed either.
+form, so an operator gets them only for its own tenant's blocks, and hashes for others, unless a setting says
+otherwise. Gateways name no tenant in their requests. So the subscriber's own blocks have no salt and match;
+another tenant's have its name as salt and match nothing. Blocks on SSD are reported as blocks in host memory:
+gateways ignore anything further away, although these need not be computed either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from icehouse_server.rpc.kv_events.event_feed import Subscription
 from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
 
 BEGINNINGS_PER_S = 4.0
-"""How often one caller may subscribe, from 0 or from a number: blocks are encoded again for either."""
+"""How often one caller may subscribe, from 0 or from a number: either way blocks are encoded again."""
 BEGINNING_BURST_COUNT = 8
 _LONGEST_S = 30.0
 
@@ -41,18 +41,18 @@ _TIERS = {Tier.RAM: (common.KV_CACHE_TIER_DEVICE, "GPU"), Tier.SSD: (common.KV_C
 _DEFAULT_SALT = "(default)"
 """Salt of the default tenant's blocks, for another tenant's operator."""
 _ENCODED_COUNT_LIMIT = 16
-"""Encoded batches, of about 100 kB at most, that are kept for the next subscribers."""
+"""Most encoded batches, each up to about 100 kB, that are kept for the next subscribers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reader:
-    """What the encoding of a batch depends on."""
+    """What the encoding of a batch depends on: who reads it."""
 
     own: Tenant
     sees_all_tokens: bool
-    """Also those of other tenants' blocks."""
+    """Whether it gets the tokens of other tenants' blocks too."""
     scope: Tenant | None = None
-    """The tenant whose batches they are, None for all."""
+    """The tenant whose batches it reads, None for all."""
 
 
 class KvEventStreams:
@@ -68,22 +68,22 @@ class KvEventStreams:
         self._source = source
         self.operators_see_tokens = operators_see_tokens
         self._encoded_batches: collections.OrderedDict[object, bytes] = collections.OrderedDict()
-        """Encoded batches without a load, the latest read last."""
+        """Encoded batches without a load, the most recently read last."""
         self.encoded_total = 0
-        """Batches that were encoded, for all readers."""
+        """How many batches were encoded for all readers."""
         self._sleep = sleep
         self._loads: dict[Tenant | None, tuple[float, worker.SchedulerLoad]] = {}
-        """The load of each tenant that somebody subscribed to, None for all, and when it was read."""
+        """For each tenant with subscribers (None for all): when its load was read, and the load."""
         self._rate_limit = RateLimit(rate_per_s=BEGINNINGS_PER_S, burst_count=BEGINNING_BURST_COUNT)
 
     def subscribe(
         self, request: common.SubscribeKvEventsRequest, caller: Caller, load: Load
     ) -> AsyncGenerator[Encoded, None]:
-        """Return the batches until the engine stops serving; raises EventsExpired, and the iterator
+        """Return the batches until the engine stops serving. Raises EventsExpired; the iterator raises
         EventsLost.
 
-        EventsExpired comes before anything is sent: a gateway that has the headers believes to be subscribed,
-        and unless the stream ends with DATA_LOSS, it comes back with the same number.
+        EventsExpired is raised before anything is sent: a gateway that has the headers believes that it is
+        subscribed, and unless the stream ends with DATA_LOSS, it returns with the same number.
         """
         reader = Reader(
             own=DEFAULT_TENANT if caller.tenant is None else caller.tenant,
@@ -130,7 +130,7 @@ class KvEventStreams:
             sent_time = source.clock.monotonic()
 
     def _load_of(self, scope: Tenant | None, read: Load) -> worker.SchedulerLoad:
-        """Return a load, which all who subscribed to it share for half a tick."""
+        """Return the load of a scope; all its subscribers share one reading for half a tick."""
         now = self._source.clock.monotonic()
         read_time, load = self._loads.get(scope, (-math.inf, None))
         if load is None or now - read_time >= TICK_S / 2:
@@ -139,7 +139,7 @@ class KvEventStreams:
         return load
 
     def _encoded(self, batch: KvBatch, reader: Reader, load: common.EngineLoad) -> Encoded:
-        """Return a batch with the load; it is encoded once for all who read the same."""
+        """Return a batch with the load; the batch is encoded once for all equal readers."""
         key = (reader, batch.sequence_number, batch.snapshot)
         data = self._encoded_batches.pop(key, None)
         if data is None:
@@ -148,7 +148,7 @@ class KvEventStreams:
             if len(self._encoded_batches) >= _ENCODED_COUNT_LIMIT:
                 self._encoded_batches.popitem(last=False)
         self._encoded_batches[key] = data
-        # Encoded fields of one message may simply be joined.
+        # The encoded fields of one message may simply be concatenated.
         return Encoded(data + common.KvEventBatch(load=load).SerializeToString())
 
 
@@ -196,16 +196,16 @@ def _stored_proto(event: BlockStored, reader: Reader) -> common.KvBlocksStored:
 
 
 TICK_S = 0.1
-"""How often a silent stream looks at its load."""
+"""How often a silent stream checks its load."""
 HEARTBEAT_S = 0.5
-"""A stream that was silent for so long sends a heartbeat."""
+"""A stream that was silent for this long sends a heartbeat."""
 
 Load = Callable[[], worker.SchedulerLoad]
 
 
 class LoadRecords:
-    """Numbered load records of one stream: whole ones by themselves and at first, and the most important
-    numbers beside events."""
+    """Numbered load records of one stream: complete ones alone and at the beginning, and otherwise the most
+    important numbers beside events."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -232,7 +232,7 @@ class LoadRecords:
             waiting_requests=load.num_waiting_reqs,
             waiting_uncached_tokens=load.num_waiting_uncached_tokens,
             token_usage=load.token_usage,
-            # Cached blocks give way to requests, so only what requests use is counted.
+            # Cached blocks give way to requests, so only memory that requests use is counted.
             active_token_usage=load.token_usage,
             gen_throughput=load.gen_throughput,
             max_running_requests=load.max_running_requests,

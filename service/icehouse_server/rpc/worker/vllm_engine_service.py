@@ -1,8 +1,8 @@
 """VllmEngine service: the worker protocol that gateways speak (SMG, llm-d), over the API's own services.
 
-It turns a request into the API's words and lets the API's services check and run it. What only this protocol
-has is written here. The protocol is https://github.com/smg-project/smg's. Its requests name no model, so each
-model has a service of its own.
+It maps a request to the API's and lets the API's services check and run it. Only what this protocol has in
+addition is implemented here. The protocol is https://github.com/smg-project/smg's. Its requests name no
+model, so each model has a service of its own.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 SERVICE_NAME = messages.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 ARCHIVE_CHUNK_BYTES = 64 << 10
-"""The archive's part in one message: what a caller that does not read leaves with gRPC."""
+"""Bytes of the archive in one message, which is also what gRPC buffers for a caller that does not read."""
 ABORT_LIMIT = 256
-"""Most names in one Abort; a gateway sends one for each client that left."""
+"""Most names in one Abort; a gateway sends one name for each client that left."""
 TENANT_KEY = "icehouse-tenant"
-"""Metadata that names a tenant, for operators and where no credentials are required."""
+"""Metadata key that names a tenant, for operators and if no credentials are required."""
 
 
 class VllmEngineService(Service):
-    """Thin: each method reads the request, asks below, and writes the answer. Owned by the event loop."""
+    """Thin: a method reads the request, calls the rooms below, writes the answer. Owned by the event loop."""
 
     def __init__(
         self,
@@ -82,15 +82,15 @@ class VllmEngineService(Service):
         self._parts_of = parts_of
         self._start_time = parts.clock.monotonic()
         self._request_times: dict[Tenant | None, float] = {}
-        """When each tenant last sent a request; tenants without credentials count as one."""
+        """When each tenant last sent a request; callers without credentials count as one."""
         self._archive: asyncio.Future[tuple[Encoded, ...]] | None = None
-        """The archive's messages, once for all callers."""
+        """The archive's messages, made once for all callers."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
-        """Answer with chunks if the request is streamed, and with each whole output at its end."""
+        """Answer with chunks if the request is streamed, else with each whole output at its end."""
         timer = self._stall_timer()
         async with self._calls.call(context, Operation.TEXT_COMPLETION) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
@@ -122,7 +122,7 @@ class VllmEngineService(Service):
         timer: StallTimer,
         context: Context,
     ) -> None:
-        """Run the requests and write their events; raises Cancelled when one was cancelled."""
+        """Run the requests and write their events; raises Cancelled if one was cancelled."""
         async with self._generation.run(prepared.requests, call=call, on_stall=timer.expire) as events:
             async for index, event in events:
                 for completion in prepared.completions_of(index):
@@ -164,10 +164,10 @@ class VllmEngineService(Service):
     async def HealthCheck(
         self, request: messages.HealthCheckRequest, context: Context
     ) -> messages.HealthCheckResponse:
-        """Answer as the standard health service would for the model, once it was loaded.
+        """Answer as the standard health service does for the model, once it has been loaded.
 
-        Before that it is refused: a gateway takes a worker in at any answer, and never asks again for the
-        name of its model.
+        Before that the call is refused: a gateway adds a worker after any answer, and never asks for its
+        model's name again.
         """
         if self._seats.state in (EngineState.LOADING, EngineState.READY):
             async with self._calls.call(context) as call:
@@ -205,7 +205,7 @@ class VllmEngineService(Service):
             )
 
     async def _info(self, call: RpcCall) -> ModelInfo:
-        """Return what is known of the model. It is loaded if it never was; later it need not be there."""
+        """Return the model's facts. Loads the model if it never was; later it need not be in memory."""
         info = self._seats.find(self._model, call.caller).info
         if info is None:
             _, model = await self._generation.use(self._model, call)
@@ -214,7 +214,7 @@ class VllmEngineService(Service):
 
     @property
     def _parts(self) -> WorkerParts:
-        """Of the model, which was loaded."""
+        """Parts of the model, which must have been loaded once."""
         return self._parts_of[self._model]
 
     def _request_time(self, caller: Caller) -> float:
@@ -232,8 +232,8 @@ class VllmEngineService(Service):
             return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=loads)
 
     def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
-        """Return how busy one tenant keeps the server, or all do. Models compute in turns, so the others'
-        requests count, too."""
+        """Return how busy one tenant, or all tenants, keep the server. Models compute in turns, so requests
+        of other models count too."""
         tenants = self._observation.tenants
         latest = self._observation.latest
         return load_proto(
@@ -244,7 +244,7 @@ class VllmEngineService(Service):
         )
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
-        """Answer with the tokenizer's files as a zip in chunks, the last one with its SHA-256."""
+        """Answer with a zip of the tokenizer's files, in chunks, the last one with its SHA-256."""
         timer = self._stall_timer()
         async with self._calls.call(context) as call, timer.guard():
             await self._info(call)
@@ -252,7 +252,7 @@ class VllmEngineService(Service):
                 await timer.write(context, chunk)
 
     async def _read_archive(self) -> tuple[Encoded, ...]:
-        """Return the archive's messages, made at the first call; calls meanwhile wait for the same ones."""
+        """Return the archive's messages, made at the first call; concurrent calls wait for the same ones."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.ensure_future(
                 self._prompts.run(lambda: archive_chunks(self._parts.read_archive()))
@@ -262,7 +262,7 @@ class VllmEngineService(Service):
     async def FlushCache(
         self, request: common.FlushCacheRequest, context: Context
     ) -> common.FlushCacheResponse:
-        """Remove every block of the model from both tiers; requests in flight go on."""
+        """Remove every block of the model from both tiers; requests in flight continue."""
         async with self._calls.call(context) as call:
             seat, _ = await self._generation.use(self._model, call)
             try:
@@ -273,10 +273,10 @@ class VllmEngineService(Service):
             return common.FlushCacheResponse(success=True, message="")
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
-        """Send what the block store holds, and how that changes, while the model is loaded.
+        """Send which blocks are cached, and how that changes, while the model is loaded.
 
-        Whoever subscribes does not keep it there. A gateway comes back with the number that it had: while the
-        model is away it is refused, and keeps what it knows; once it is there again, it begins anew.
+        A subscription does not keep it loaded. A gateway returns with the number that it had: while the model
+        is not loaded, it is refused and keeps what it knows; once it is loaded again, it starts over.
         """
         timer = self._stall_timer()
         async with self._calls.call(context) as call, timer.guard():
@@ -286,13 +286,13 @@ class VllmEngineService(Service):
                 _unsupported("KV events")
             load = functools.partial(self._load, call.caller.scope)
             async with contextlib.aclosing(source.subscribe(request, call.caller, load)) as batches:
-                # A gateway waits for the headers, and the first event may be long in coming.
+                # A gateway waits for the headers, and the first event may take long to come.
                 await timer.begin(context)
                 async for batch in batches:
                     await timer.write(context, batch)
 
     async def StartProfile(self, request: object, context: Context) -> common.ProfileResponse:
-        """Refuse: there is tracing instead."""
+        """Refuse: use tracing instead."""
         async with self._calls.call(context):
             _unsupported("a profiler")
 
@@ -322,11 +322,11 @@ FINISH_REASONS = {
 }
 ABORTED = "abort"
 _LOGPROB_BYTES = 120
-"""About the memory that one takes as an object."""
+"""About how much memory one takes as an object."""
 
 
 class WorkerReply:
-    """One output of a request. When streamed, new tokens are sent in chunks; otherwise all of them at the
+    """One output of a request. If it is streamed, new tokens are sent in chunks, otherwise all of them at the
     end."""
 
     def __init__(
@@ -349,9 +349,9 @@ class WorkerReply:
         self._cached_token_count = 0
         self._has_chunk = False
         self.buffered_bytes = 0
-        """About the memory that it takes until its last message."""
+        """About how much memory it takes until its last message."""
         self.is_complete = False
-        """Whether the last message was made."""
+        """Whether its last message has been made."""
 
     def responses(self, event: Event) -> list[messages.GenerateResponse]:
         match event:
@@ -384,7 +384,7 @@ class WorkerReply:
         return messages.GenerateStreamChunk(
             token_ids=delta.token_ids,
             prompt_tokens=len(self._request.prompt_token_ids),
-            # Of this chunk: the gateway adds them up.
+            # Only of this chunk: the gateway adds them up.
             completion_tokens=len(delta.token_ids),
             cached_tokens=self._cached_token_count,
             output_logprobs=self._output_logprobs(delta.logprobs),

@@ -1,4 +1,4 @@
-"""Worker info: model, server and load as gateways read them. Pure functions."""
+"""Worker info: model, server and load in the form that gateways read. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What the worker protocol needs of a model beside the API's services."""
+    """What the worker protocol needs to know of a model besides the API's services."""
 
     path: str
-    """Of its parts."""
+    """The model's folder."""
     architectures: tuple[str, ...]
     bos_token_id: int
     pad_token_id: int
     block_token_count: int
     running_limit: int
-    """Sequences that decode at once."""
+    """Most sequences that decode at once."""
     default_sampling: Mapping[str, float]
-    """What the model's authors recommend, by this protocol's field names."""
+    """Sampling that the model's authors recommend, by this protocol's field names."""
     read_archive: Callable[[], TokenizerArchive]
-    """Of its tokenizer. Any thread; may take a second."""
+    """Returns the archive of its tokenizer. Any thread; may take a second."""
     kv_events: KvEventStreams | None = None
-    """None if there are no events: gateways then guess what is cached."""
+    """None if there are no events; gateways then guess what is cached."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerModels:
-    """The models that gateways may use. One worker is one model to them: requests of their protocol name
+    """The models that gateways may use. To them a worker is one model: their protocol's requests name
     none."""
 
     ports: Mapping[str, int]
-    """By the names of models that have a worker of their own. The server's own port has the default model."""
+    """The port of each model that has its own, by name. The server's own port serves the default model."""
     parts: dict[str, WorkerParts] = dataclasses.field(default_factory=dict)
-    """By their names, as far as they were opened."""
+    """Parts of the models that have been opened, by name."""
 
 
 SERVER_TYPE = "vllm-grpc"
 """The only name by which gateways know a worker of this protocol."""
 CONSTRAINT_START = "first_token"
-"""Where a constraint begins if the prompt lets the model reason first."""
+"""Where a constraint begins to apply if the prompt lets the model reason first."""
 
 
 def model_info_proto(info: ModelInfo, parts: WorkerParts) -> worker.GetModelInfoResponse:
-    """Return what is served."""
+    """Return the description of the model."""
     defaults = dict(parts.default_sampling)
     return worker.GetModelInfoResponse(
         model_path=parts.path,
@@ -67,7 +67,7 @@ def model_info_proto(info: ModelInfo, parts: WorkerParts) -> worker.GetModelInfo
         eos_token_ids=info.eos_token_ids,
         pad_token_id=parts.pad_token_id,
         bos_token_id=parts.bos_token_id,
-        # One token of the context is left to the output.
+        # One token of the context is left for the output.
         max_req_input_len=info.context_token_limit - 1,
         default_sampling_params_json=json.dumps(defaults, separators=(",", ":")) if defaults else "",
     )
@@ -82,7 +82,7 @@ def server_info_proto(
     request_time: float,
     image_limit: int,
 ) -> worker.GetServerInfoResponse:
-    """Return how it is served; `request_time` is `Clock.wall` at the latest request, 0 before the first."""
+    """Return the server's state; `request_time` is `Clock.wall` at the latest request, 0 before the first."""
     return worker.GetServerInfoResponse(
         active_requests=active_count,
         is_paused=False,
@@ -102,9 +102,9 @@ def server_info_proto(
 def load_proto(
     queues: TenantUse, parts: WorkerParts, snapshot: Snapshot | None, *, waiting_token_count: int
 ) -> worker.SchedulerLoad:
-    """Return how busy the server is: queues as of now, the rest of the last sample.
+    """Return how busy the server is: current queues, and the rest from the last sample.
 
-    Without one it is how busy one tenant keeps it, which other tenants do not change.
+    Without a sample it is how busy one tenant keeps the server, independent of other tenants.
     """
     engine = None if snapshot is None else snapshot.engine
     totals = queues if snapshot is None else engine
@@ -114,7 +114,7 @@ def load_proto(
         num_running_reqs=queues.running_count,
         num_waiting_reqs=queues.waiting_count,
         num_total_reqs=queues.running_count + queues.waiting_count,
-        # How much of them is cached is known when they start; probably as much as of the others.
+        # What is cached of them is known only when they start; assume the usual share.
         num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
         max_running_requests=parts.running_limit,
         cache_hit_rate=hit_ratio,
@@ -123,7 +123,7 @@ def load_proto(
         return load
     load.gen_throughput = snapshot.rates.output_tokens_per_s
     if engine is not None and engine.kv_limit_bytes:
-        # Cached blocks give way to requests, so they do not count as used.
+        # Cached blocks give way to requests, so they are not counted as used.
         load.token_usage = load.utilization = engine.kv_usage_ratio
         if snapshot.model is not None and (token_bytes := snapshot.model.kv_bytes_per_token):
             load.max_total_num_tokens = engine.kv_limit_bytes // token_bytes

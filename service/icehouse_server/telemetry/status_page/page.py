@@ -1,10 +1,10 @@
 """Status page: what a browser gets over HTTP, and its JSON report, at most one a second however many look.
 
-Called on the threads of the metrics endpoint. Nothing is computed or stored while nobody looks. The report
-has counters that operators have elsewhere too, and no part of a prompt, except how shared prefixes begin if
-the rules have a decoder. Callers sent that text or a model generated it, so it may be anything: it is made
-printable, without line breaks or characters that change the direction of text around it. It is not markup:
-whoever shows it must escape it.
+Called on the threads of the metrics endpoint. Nothing is computed or stored while nobody views the page. The
+report has counters that operators have elsewhere too, and no part of a prompt, except how shared prefixes
+begin if the rules have a decoder. Callers sent that text or a model generated it, so it may be anything: it
+is made printable, without line breaks or characters that change the direction of text around it. It is not
+markup: whoever shows it must escape it.
 
 `*_count` and `*_bytes` are current, `*_total` since start, times in seconds; unknown values are null.
 """
@@ -224,7 +224,7 @@ def _first_token(series: HistogramSeries) -> dict[str, Any]:
 def _prefix(node: PrefixNode, rules: ReportRules) -> dict[str, Any]:
     first, last = node.blocks[0], node.blocks[-1]
     return {
-        # The last block stands for all before it.
+        # The last block's hash identifies all blocks before it.
         "name": hashlib.blake2b(last.hash, key=rules.name_key, digest_size=_NAME_BYTES).hexdigest(),
         **_text(node, rules.decode),
         "start_token_index": first.start_token_index,

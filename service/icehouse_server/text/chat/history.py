@@ -154,7 +154,7 @@ class _ResultLinks:
             self._turns.append(_result_as_text(result))
 
     def _called(self, result: ChatMessage) -> ToolCall | None:
-        """Return the open call of a result: the one with its id, or the next one if no call has this id."""
+        """Return the open call of a result: the call with its id, or the next one if no call has this id."""
         matches = [each for each in self._open if each[0] == result.tool_call_id]
         if not matches and result.tool_call_id not in self._ids:
             matches = [each for each in self._open if each[1].name == result.name] or self._open

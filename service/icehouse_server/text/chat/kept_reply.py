@@ -1,8 +1,8 @@
 """Kept reply: an earlier turn that stays in a prompt as it was generated, and what follows it.
 
-Templates rewrite the past: they drop reasoning, trim text and write calls anew. Here the prompt that the turn
-answered and its own tokens are kept, and only what the template writes after the turn is added. To find that,
-a mark replaces the turn's text, or its last call's arguments. Pure functions.
+Templates rewrite the past: they drop reasoning, trim text and write calls in their own way. Here the prompt
+that the turn answered and its own tokens are kept, and only what the template writes after the turn is added.
+To find that, a mark replaces the turn's text, or its last call's arguments. Pure functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class KeptReply:
     token_ids: tuple[int, ...]
     """The prompt that it answered, then its own tokens without the end token."""
     end_token_id: int | None = None
-    """The token that ended it; None where none was drawn."""
+    """The token that ended it; None if none was drawn."""
 
 
 def marked(conversation: Conversation, index: int) -> Conversation:
@@ -62,9 +62,9 @@ class TurnEnd:
     closing: str
     """What it writes after the mark if no turn follows."""
     end: str
-    """The token that ended the reply, as text; empty where none was drawn."""
+    """The token that ended the reply, as text; empty if none was drawn."""
     marks: re.Pattern[str]
-    """Matches the special tokens that stand between turns."""
+    """Matches the special tokens between turns."""
     has_calls: bool
 
     def tail(self, behind: str) -> str | None:

@@ -64,7 +64,7 @@ class Skeleton:
         return [field for word, field in self.fields.items() if word not in shown]
 
     def shown_texts(self, text: str) -> ShownTexts:
-        """Return where a text has the words of which messages."""
+        """Return where a text has marker words, and of which messages."""
         words = ((match.start(), self.message_indices.get(match.group())) for match in _WORD.finditer(text))
         return ShownTexts(text, tuple((start, index) for start, index in words if index is not None))
 
@@ -190,7 +190,7 @@ class _Probes:
         self._choose("ub", "ubr", "ubrbra", "ubrau", takes_text_beside_calls=(True, False))
 
     def find_positions(self) -> None:
-        """Find where turns of assistants, calls and results may stand."""
+        """Find the positions that turns of assistants, calls and results may have."""
         self._choose("au", "a", "aua", "cru", takes_first_assistant=(True, False))
         self._choose("ucru", "ucrua", takes_user_after_result=(True, False))
         self._choose("ucua", "ucuau", takes_open_calls=(True, False))

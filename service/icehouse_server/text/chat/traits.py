@@ -38,7 +38,7 @@ class ToolForm(enum.Enum):
 
 
 class ToolPosition(enum.Enum):
-    """Where a template looks for the tools."""
+    """Where a template expects the tools."""
 
     VARIABLE = enum.auto()
     BESIDE_SYSTEM = enum.auto()
@@ -55,7 +55,7 @@ class EmptyContent(enum.Enum):
     PARTS = enum.auto()
     """A list of parts with one empty text."""
     NONE = enum.auto()
-    """None beside calls, an empty text elsewhere."""
+    """None if the turn has calls, else an empty text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -176,7 +176,7 @@ def _thoughts(probe: _Probe, vocabulary: Vocabulary) -> tuple[tuple[str, str], s
 
 
 def _around(text: str) -> tuple[str, str]:
-    """Return the markers around a thought; empty where there are none."""
+    """Return the markers around a thought; empty if there are none."""
     index = text.rfind(_THOUGHT)
     if index < 0:
         return "", ""

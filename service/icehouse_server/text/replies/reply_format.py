@@ -44,7 +44,7 @@ class Family:
     shown: tuple[str, ...] = ()
     """Texts that a prompt with tools contains, all of them; used if the template renders no calls."""
     tokens: tuple[str, ...] = ()
-    """Tokens that a vocabulary has for no other use."""
+    """Tokens that a vocabulary has only for this notation."""
     is_strict: bool = False
     """Whether its calls can be held to a schema, because arguments are JSON."""
     id_form: str = ""
@@ -223,7 +223,7 @@ class ChannelReply:
     needs_offer: bool = False
     """Whether a header counts only if it names the user or a tool on offer; anything else is text."""
     user_recipient: str = ""
-    """The recipient that stands for the user."""
+    """The recipient that means the user."""
 
     @property
     def markers(self) -> tuple[str, ...]:

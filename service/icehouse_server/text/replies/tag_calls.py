@@ -192,7 +192,7 @@ class _Value:
         self._open_call_count += 1 if begins else -1
 
     def at_balanced_end(self) -> str:
-        """Return the value at an end where all tags inside it are closed."""
+        """Return the value, at an end at which all tags inside it are closed."""
         holds_calls = self._call_count > 0 and self._open_call_count == 0
         if self._ends and self.is_irregular and not holds_calls:
             raise Malformed("an argument could end in several places")

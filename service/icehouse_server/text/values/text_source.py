@@ -1,7 +1,7 @@
 """Text source: a text that arrives in parts, and the operations that readers read it with.
 
 A reader is a generator that yields when it needs more text. Its result depends on the text alone, never on
-how it was split: at the end of what has arrived, every operation waits for more before it decides.
+how it was split: no operation decides anything from where the arrived text happens to end; it waits for more.
 """
 
 from __future__ import annotations
