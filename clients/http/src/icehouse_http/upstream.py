@@ -128,7 +128,7 @@ class Upstream:
         """Return what the server says of itself: SERVING, NOT_SERVING. Who asks meanwhile hears the same."""
         scope, asking = self._checking or ("", None)
         if asking is None or asking.done() or scope != caller.scope:
-            asking = asyncio.ensure_future(caller.client.health(timeout_s=self._settings.question_timeout_s))
+            asking = asyncio.ensure_future(caller.client.health(timeout_s=_KNOWN_FOR_S))
             self._checking = caller.scope, asking
         return await asyncio.shield(asking)
 
