@@ -40,9 +40,9 @@ _CHANNEL_OPTIONS = (
     # gRPC would wait for up to two minutes before it tries again to reach a server that was away.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A machine that has gone says nothing. Its calls end with the first ping that it leaves unanswered; a
-    # server answers pings however long it computes, and by default takes one every 8 s.
-    ("grpc.keepalive_time_ms", 10_000),
+    # A machine that has gone says nothing. Its calls end with a ping that it leaves unanswered; a server
+    # answers pings however long it computes, and by default takes one every 8 s.
+    ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
