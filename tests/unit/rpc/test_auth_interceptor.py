@@ -29,6 +29,7 @@ from icehouse_server.rpc.calls.methods import CallPool, MethodAccess
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
+from tests.fixtures.rpc.fake_engine import hanging
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
 from tests.fixtures.rpc.unread_context import UnreadContext
 from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
@@ -247,9 +248,16 @@ async def test_a_request_whose_turn_does_not_come_is_told_why(tmp_path: Path) ->
         guarded_server(tmp_path, server=limits, connection=connection) as served,
         peers(served, 1) as [peer],
     ):
-        first, second = [await peer.open_call(path, token=SEARCH) for _ in range(2)]
-        assert (await peer.status(first))[0] == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
-        code, text = await peer.status(second)
+        late = await peer.open_call(path, token=SEARCH)
+        assert (await peer.status(late))[0] == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        # One that runs keeps its message's bytes, and then there is no room for another of the longest.
+        served.engine.script = hanging
+        running = await peer.open_call(path, token=SEARCH)
+        await peer.send(running, framed(GENERATE.SerializeToString()), end=True)
+        async with asyncio.timeout(BOUND_S):
+            while not served.engine.submitted:
+                await asyncio.sleep(0)
+        code, text = await peer.status(await peer.open_call(path, token=SEARCH))
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0] and "65536 bytes" in text
 
 

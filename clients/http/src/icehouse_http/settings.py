@@ -42,7 +42,7 @@ class Settings:
     """At once, of all callers; the server lets 256 calls run on each of the three connections."""
     body_timeout_s: float = 60.0
     """For a request's whole body."""
-    question_timeout_s: float = 10.0
+    question_timeout_s: float = 30.0
     """For what the server answers without computing: who may call, which models there are."""
     ping_interval_s: float = 10.0
     """A stream is never silent for longer."""

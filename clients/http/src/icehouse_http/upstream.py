@@ -40,9 +40,9 @@ _CHANNEL_OPTIONS = (
     # gRPC would wait for up to two minutes before it tries again to reach a server that was away.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A machine that has gone says nothing. Its calls end with the first ping that it leaves unanswered; a
-    # server answers pings however long it computes, and by default takes one every 8 s.
-    ("grpc.keepalive_time_ms", 10_000),
+    # A machine that has gone says nothing. Its calls end with a ping that it leaves unanswered; a server
+    # answers pings however long it computes, and by default takes one every 8 s.
+    ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -128,7 +128,7 @@ class Upstream:
         """Return what the server says of itself: SERVING, NOT_SERVING. Who asks meanwhile hears the same."""
         scope, asking = self._checking or ("", None)
         if asking is None or asking.done() or scope != caller.scope:
-            asking = asyncio.ensure_future(caller.client.health(timeout_s=self._settings.question_timeout_s))
+            asking = asyncio.ensure_future(caller.client.health(timeout_s=_KNOWN_FOR_S))
             self._checking = caller.scope, asking
         return await asyncio.shield(asking)
 
