@@ -478,6 +478,25 @@ def test_a_download_that_is_yet_to_be_taken_in_at_the_end_leaves_no_file_behind(
         assert server.stats().last_reconcile.clean and files_of(server) == []
 
 
+def test_a_download_that_comes_once_its_model_has_ended_leaves_no_file_behind(tmp_path, store) -> None:
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    with SharingThread(tmp_path / "b", store=store) as server:
+        server.settle()
+        assert server.storage.fetch(names_of([block])) is not None
+        tier: Any = server.storage.model
+        loop = server.storage._loop
+        while loop._inbox.empty():
+            tier.step()
+        on_its_way = loop._inbox.get_nowait()
+        tier.close(deadline_time=server.clock.monotonic())
+        server.settle()
+        assert len(files_of(server)) == 1
+        loop.send(on_its_way)
+        server.settle()
+        assert files_of(server) == []
+
+
 class WatchedFiles(HangingFiles):
     """Hangs as it makes the file of a download, and counts the files that are open."""
 
