@@ -31,6 +31,7 @@ from icehouse_server.storage.api import (
     LearnedRates,
     Names,
     Persisted,
+    Purged,
     StorageClosed,
     Ticket,
     Trouble,
@@ -303,11 +304,12 @@ class StorageLoop:
     def adopt(
         self,
         model: OpenModel,
-        ticket: Ticket[Persisted],
-        work: Generator[None, None, Persisted | Failure],
+        ticket: Ticket[Any],
+        work: Generator[None, None, Persisted | Purged | Failure],
         path: str,
     ) -> None:
-        """Take in a block's file, or remove it. A request waits for it, so it waits for no spill."""
+        """Take in a block's file, which goes where nothing comes of it, or remove what was taken in. A
+        request waits for it, so it waits for no spill."""
         model.adoptions.append(Order(ticket, work, spill_count=0, path=path))
         if model not in self._model_turns:
             self._give_up_orders(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
@@ -208,6 +208,11 @@ class LocalTier:
         at once."""
         work = _adopt(self._store, self._state, file, path)
         self._loop.send(partial(self._loop.adopt, self._model, ticket, work, path))
+
+    def _discard(self, ticket: Ticket[Any], block: BlockHash) -> None:
+        """Remove a block that was taken in, pinned or not; any thread."""
+        work = _purge(self._store, (block,))
+        self._loop.send(partial(self._loop.adopt, self._model, ticket, work, ""))
 
     def _check(self, work: Generator[None, None, _Result]) -> Ticket[_Result] | None:
         return self._order(lambda ticket: self._loop.begin(self._model, ticket, work, is_check=True))

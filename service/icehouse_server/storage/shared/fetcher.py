@@ -350,7 +350,12 @@ class ChainReach:
         probes = [count for power in range(self._limit.bit_length()) if (count := 1 << power) < self._limit]
         probes.append(self._limit)
         while self.found_count < self._limit:
-            answers = await asyncio.gather(*map(self._ask, probes))
+            asked = [asyncio.ensure_future(self._ask(count)) for count in probes]
+            try:
+                answers = await asyncio.gather(*asked)
+            finally:
+                for each in asked:
+                    each.cancel()
             absent = next((count for count, is_there in zip(probes, answers, strict=True) if not is_there), 0)
             if absent:
                 self._limit = absent - 1

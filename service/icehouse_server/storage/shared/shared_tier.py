@@ -163,7 +163,12 @@ class SharedTier(LocalTier):
         adopted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         ticket = _Adoption(done=lambda is_adopted: self._traffic.call(_resolve, adopted, is_adopted))
         self._adopt(ticket, file, partial)
-        return await adopted
+        is_adopted, name = await adopted, file.outline.hash
+        if is_adopted and self._fetcher.refused.has(name, self._clock.monotonic()):
+            # It was ordered to go while it was on its way, and that order found nothing.
+            self._discard(_Adoption(), name)
+            return False
+        return is_adopted
 
     def _receive(self, outcome: Outcome) -> None:
         """Pass on what the local tier posts, on its threads, and note what concerns the store."""

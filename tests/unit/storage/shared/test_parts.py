@@ -12,6 +12,7 @@ from icehouse_server.storage.api import Found
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import find_key, open_key
 from icehouse_server.storage.shared.fetcher import Breaker, ChainReach, RecentNames
+from icehouse_server.storage.shared.object_store import StoreError
 from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.storage_thread import ManualClock
@@ -49,6 +50,26 @@ def test_the_search_finds_the_end_of_a_chain(count: int, stored_count: int) -> N
     assert reach.found_count == min(stored_count, count)
     assert reach.size_bytes == 10 * reach.found_count
     assert len(asked) <= 40 and reach.has_answers
+
+
+async def test_a_search_that_fails_leaves_no_request_under_way() -> None:
+    """Each has a place among few, and a store that half works would take them all."""
+    given_up = []
+
+    async def size_of(index: int) -> int | None:
+        if index == 0:
+            await asyncio.sleep(0)  # the others have been asked for by then
+            raise StoreError("the object store refuses these credentials")
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            given_up.append(index)
+            raise
+
+    with pytest.raises(StoreError):
+        await ChainReach(8, size_of).run()
+    await asyncio.sleep(0)
+    assert given_up == [1, 3, 7]
 
 
 def test_names_are_forgotten_in_time_and_the_oldest_when_there_are_too_many() -> None:

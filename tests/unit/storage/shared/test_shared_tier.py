@@ -457,6 +457,26 @@ def test_a_download_that_does_not_end_well_leaves_no_file_behind(tmp_path, store
         assert files_of(server) == []
 
 
+def test_a_block_that_is_to_go_as_it_comes_does_not_stay(tmp_path, store) -> None:
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    with SharingThread(tmp_path / "b", store=store) as server:
+        server.settle()
+        fetched = server.storage.fetch(names_of([block]))
+        tier: Any = server.storage.model
+        loop = server.storage._loop
+        while loop._inbox.empty():
+            tier.step()
+        on_its_way = loop._inbox.get_nowait()
+        purged = server.storage.delete(names_of([block]), is_final=True)
+        while purged.outcome is None or store.objects:
+            server.storage.step()
+        loop.send(on_its_way)
+        server.settle()
+        assert fetched is not None and fetched.outcome == Fetched(0, 0)
+        assert server.take_inventory() == () and files_of(server) == [] and not store.objects
+
+
 @pytest.mark.parametrize("ends", ["the tier", "the directory"])
 def test_a_download_that_is_yet_to_be_taken_in_at_the_end_leaves_no_file_behind(
     tmp_path, store, ends
@@ -476,6 +496,25 @@ def test_a_download_that_is_yet_to_be_taken_in_at_the_end_leaves_no_file_behind(
             assert isinstance(server.outcomes[-1], StorageClosed)
     with SharingThread(tmp_path / "b", store=store) as server:
         assert server.stats().last_reconcile.clean and files_of(server) == []
+
+
+def test_a_download_that_comes_once_its_model_has_ended_leaves_no_file_behind(tmp_path, store) -> None:
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    with SharingThread(tmp_path / "b", store=store) as server:
+        server.settle()
+        assert server.storage.fetch(names_of([block])) is not None
+        tier: Any = server.storage.model
+        loop = server.storage._loop
+        while loop._inbox.empty():
+            tier.step()
+        on_its_way = loop._inbox.get_nowait()
+        tier.close(deadline_time=server.clock.monotonic())
+        server.settle()
+        assert len(files_of(server)) == 1
+        loop.send(on_its_way)
+        server.settle()
+        assert files_of(server) == []
 
 
 class WatchedFiles(HangingFiles):
