@@ -15,6 +15,7 @@ from icehouse_server.cli.local.child_server import serving
 from icehouse_server.demo.models import SMOLLM2
 
 from tests.fixtures.demo_models import demo_model_dir
+from tests.fixtures.forked import run_forked
 
 CAPITAL = "The capital of France is"
 
@@ -43,6 +44,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def icehouse(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "icehouse_server.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def refused(output: Path, *options: str) -> list[str]:
+    """Serve in a process that has imported MLX already, and so cannot preload; return what it ends with."""
+    command = ("serve", "--model", "demo", "--no-preload", "--log-level", "error", *options)
+    program = f"import sys; from icehouse_server.cli import main; sys.argv[1:] = {command!r}; main.main()"
+    assert run_forked(program, output) == 1
+    return output.read_text().strip().splitlines()
 
 
 def test_it_continues_in_english_and_counts(running: Running) -> None:
@@ -79,21 +88,15 @@ def test_a_refusal_reaches_the_user(running: Running) -> None:
         running.ask("a", temperature=-1.0)
 
 
-def test_a_taken_port_ends_a_second_server_with_one_line(running: Running) -> None:
+def test_a_taken_port_ends_a_second_server_with_one_line(running: Running, tmp_path: Path) -> None:
     port = running.address.rpartition(":")[2]
-    done = icehouse("serve", "--model", "demo", "--port", port, "--log-level", "error", "--no-cache")
-    assert done.returncode == 1
-    lines = done.stderr.strip().splitlines()
+    lines = refused(tmp_path / "output", "--port", port, "--no-cache")
     assert len(lines) == 1 and port in lines[0] and "--port" in lines[0]
 
 
-def test_a_taken_cache_directory_ends_a_second_server_with_one_line(running: Running) -> None:
+def test_a_taken_cache_directory_ends_a_second_server_with_one_line(running: Running, tmp_path: Path) -> None:
     blocks = str(running.scratch / "blocks")
-    done = icehouse(
-        "serve", "--model", "demo", "--port", "0", "--log-level", "error", "--cache-directory", blocks
-    )
-    assert done.returncode == 1
-    lines = done.stderr.strip().splitlines()
+    lines = refused(tmp_path / "output", "--port", "0", "--cache-directory", blocks)
     assert len(lines) == 1 and blocks in lines[0] and "process" in lines[0]
 
 
