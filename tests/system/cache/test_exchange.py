@@ -316,16 +316,17 @@ async def test_a_caller_who_reads_no_more_gives_its_place_back(tmp_path: Path, l
 async def test_a_reader_who_takes_nothing_is_ended_and_the_next_one_served(
     tmp_path: Path, llama: Path
 ) -> None:
-    tokens = prompt(200 * BLOCK)
+    # More blocks than the connection holds, and no prompt so long that its attention takes seconds.
+    prompts = [prompt(20 * BLOCK, salt=salt) for salt in range(10)]
     async with serving(llama, tmp_path / "a", server__stall_timeout_s=0.3) as served:
-        await ask(served, tokens)
+        await asyncio.gather(*(ask(served, tokens) for tokens in prompts))
         call = served.cache.Export(messages.ExportRequest())
         await call.initial_metadata()
         # Nothing is read until the server has given up: its status comes behind what was sent.
         await served.served.rpc._calls.idle.wait()
         refusal = await refused(drained(call))
         assert refusal.reason == "READER_STALLED"
-        assert (await export(served, tokens[: 2 * BLOCK]))[1].block_count == 2
+        assert (await export(served, prompts[0][: 2 * BLOCK]))[1].block_count == 2
 
 
 async def drained(call: Any) -> None:

@@ -6,6 +6,7 @@ of a logit, never the likeliest token.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import mlx_lm
@@ -29,13 +30,26 @@ def written_by_mlx_lm(folder: Path, prompt: list[int]) -> tuple[list[int], str]:
     return [step.token for step in steps], "".join(step.text for step in steps).replace("\u0100", "\0")
 
 
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A model, and what mlx-lm writes with it after `PROMPT` ("p") and `OTHER` ("o")."""
+
+    folder: Path
+    texts: dict[str, tuple[list[int], str]]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    folder = tiny_model_dir(tmp_path_factory.mktemp("models"), request.param)
+    texts = {name: written_by_mlx_lm(folder, prompt) for name, prompt in (("p", PROMPT), ("o", OTHER))}
+    assert len(set(texts["p"][0])) > OUTPUT_COUNT // 4, "a text that repeats itself proves little"
+    return Written(folder, texts)
+
+
 @pytest.mark.parametrize("is_pipelined", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_text_is_the_same(tmp_path: Path, architecture: str, is_pipelined: bool) -> None:
-    folder = tiny_model_dir(tmp_path, architecture)
-    expected = {name: written_by_mlx_lm(folder, prompt) for name, prompt in (("p", PROMPT), ("o", OTHER))}
-    assert len(set(expected["p"][0])) > OUTPUT_COUNT // 4, "a text that repeats itself proves little"
-    with CacheServer(folder, None, is_pipelined=is_pipelined) as served:
+def test_greedy_text_is_the_same(theirs: Written, is_pipelined: bool) -> None:
+    expected = theirs.texts
+    with CacheServer(theirs.folder, None, is_pipelined=is_pipelined) as served:
 
         def written(name: str) -> tuple[list[int], str]:
             answer = served.answer(name)
