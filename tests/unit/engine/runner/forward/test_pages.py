@@ -31,7 +31,7 @@ WITHOUT_PAGES = frozenset({"deepseek_v3", "mamba2", "llama4", "falcon_h1"})
 
 BACKENDS = (GatherAttention, *((CpuAttention,) if find_backend() is Backend.CPU else ()))
 PADDED = ("llama", "gpt_oss", "qwen3")
-LENGTHS = (37, 12, 505, 25, 37, 1)
+LENGTHS = (37, 12, 205, 25, 37, 1)
 
 
 def paging_of(
