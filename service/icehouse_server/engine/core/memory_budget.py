@@ -47,7 +47,7 @@ class BudgetShare:
         """KV that running sequences were admitted for but do not hold yet."""
         self.is_idle: Callable[[], bool] = lambda: False
         self.yield_pages: Callable[[int], int] = lambda size_bytes: 0
-        """Gives back free pages, up to this size; returns how many bytes."""
+        """Gives back free pages, of this size if there are enough; returns how many bytes."""
         self.yield_ram: Callable[[int], int] = lambda size_bytes: 0
         """Drops cached blocks of at least this size, oldest first; returns the bytes that other engines
         gain."""

@@ -231,8 +231,8 @@ class Runner(Protocol):
         """Run one forward pass over every decoding row and these chunks, at most one per sequence.
 
         A device that runs ahead (Metal, CUDA) is given this pass, and the tokens of the pass before are
-        returned. With nothing to feed, the pass in flight is returned. `before_wait` is called once the pass
-        is built, just before waiting for the device: waking other threads costs nothing there.
+        returned. With nothing to feed, the tokens in flight are returned. `before_wait` is called once the
+        pass is built, just before waiting for the device: waking other threads costs nothing there.
         `reads_at_once` returns the pass's own tokens on any device: if nothing else decodes, a first token
         should not wait until another pass is built and dispatched.
         """

@@ -71,8 +71,7 @@ class Sequence:
     encoded_token_count: int = 0
     """Input tokens up to which the runner has the vectors of its images."""
     capture_points: list[int] = dataclasses.field(default_factory=list)
-    """Input positions where prefill stops to keep a tail, because sequences that follow this one branch
-    off."""
+    """Input positions where prefill stops to keep a tail, since followers branch off there."""
     border_points: tuple[int, ...] = ()
     """Those of them that are message borders, where a checkpoint is kept."""
     overtaken_token_count: int = 0

@@ -41,7 +41,7 @@ from icehouse_server.text.tokenizer import Tokenizer
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _DEFAULT_CONTEXT_TOKENS = 32_768
 _SLICE_BYTES = 16 << 20
-"""Weights read at once: this long other models' decoding waits."""
+"""Bytes of weights read at once, while other models' decoding waits."""
 _DISK_WAIT_S = 0.002
 """Until it asks again whether a slice has been read."""
 _MISSING_EXTRA = (

@@ -89,7 +89,7 @@ def _halve(
     counts: Sequence[mx.array],
 ) -> mx.array:
     """Return the key so far, plus a step if what comes before the new key is below the limits."""
-    # Here | equals +, but is computed anew: two kernels that shared one result would need a third to make it.
+    # Here | and + are equal, but one shared result would take a third kernel to make it for the other two.
     is_before = keys < (key | step)
     is_kept = [
         mx.sum(mx.where(is_before, weights, 0.0), axis=-1, keepdims=True) < mass for weights, mass in masses

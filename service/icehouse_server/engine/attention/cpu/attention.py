@@ -261,7 +261,7 @@ def _started(arrays: list[mx.array], token_count: int) -> mx.array:
     output = mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
     if token_count <= _MOST_STARTED_TOKENS:
         mx.async_eval(output)  # type: ignore[no-untyped-call]
-        FIRST_WAIT.come()  # MLX may block here until few earlier layers are left, which can take long
+        FIRST_WAIT.come()  # starting a later layer may block until few earlier ones are left
     return output
 
 

@@ -44,7 +44,7 @@ Array = np.ndarray[Any, Any]
 
 def shared(array: mx.array) -> Array:
     """Return an array's own memory: MLX reads what is written there."""
-    return np.asarray(memoryview(array))  # type: ignore[arg-type]  # it is a buffer, which its stub does not say
+    return np.asarray(memoryview(array))  # type: ignore[arg-type]  # a buffer, though its stub does not say so
 
 
 def exponentials(scores: Floats) -> Floats:

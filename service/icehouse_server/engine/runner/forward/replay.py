@@ -27,7 +27,7 @@ _log = logging.getLogger("icehouse.engine")
 _TRACE_LIMIT: Final = 128
 """Graphs that are kept. One of 36 layers has about 1,300 nodes and holds no numbers."""
 TRACED_WHEN_SEEN: Final = 2
-"""Passes of a kind before it is traced: tracing takes as long as building twice, and many never recur."""
+"""A kind of pass is traced when seen this often: tracing costs two builds, and many never recur."""
 _SEEN_LIMIT: Final = 1024
 _TOLERANCE: Final = 0.02
 """Relative to the largest logit, since fused operations round less often."""

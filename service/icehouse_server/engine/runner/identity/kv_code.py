@@ -141,7 +141,7 @@ def adapter_code_digest() -> str:
 
 
 class Reach:
-    """Every statement of the followed packages that a few names may come to run; `follow` adds names. Raises
+    """Every statement of the followed packages that some given names may run; `follow` adds names. Raises
     UnreadableSource.
 
     It goes from a name to the statement that binds it, from there to the names that this statement uses, and
