@@ -1,7 +1,7 @@
-"""Engine as other rooms see it: submit, cancel, query, drain; and its life on the inference thread.
+"""Engine as other rooms see it (submit, cancel, query, drain), and its life on the inference thread.
 
-`start` begins that life: the model is loaded, stepped until drained, and all that was made is dropped. An
-exception is logged once, fails every request, and leaves the engine FAILED; other engines go on.
+`start` begins that life: load the model, step until drained, then drop everything. An exception is logged
+once, fails every request and leaves the engine FAILED; other engines go on.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _MEASURED_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is bounded by. After a drain RAM is written to SSD for at most `flush_timeout_s`."""
+    """The limits of an engine. After a drain, writing RAM to SSD takes at most `flush_timeout_s`."""
 
     limits: SchedulerLimits
     waiting: WaitingLimits
     flush_timeout_s: float = 0.0
     expected_bytes: int = 0
-    """What the model will take beside others; 0 where it is not known, or there are none."""
+    """What the model is expected to take beside other models; 0 if unknown, or if there are no others."""
 
 
 class Engine:
-    """One model's. Its public methods may be called from any thread and, but for `join`, never block; only
-    the inference thread writes its public attributes.
+    """The engine of one model. Public methods may be called from any thread and, except for `join`, never
+    block. Only the inference thread writes the public attributes.
 
-    `runner` and `make_prefix` are called on the inference thread alone. `mailbox` is its only ear: the SSD
-    tier posts its outcomes there.
+    `runner` and `make_prefix` are called on the inference thread alone. Everything reaches the engine through
+    `mailbox`: the SSD tier, too, posts its outcomes there.
     """
 
     def __init__(
@@ -82,30 +82,30 @@ class Engine:
         self._ended = threading.Event()
         self.state = EngineState.LOADING
         self.flush_timeout_s = settings.flush_timeout_s
-        """How long it may take at its end to write RAM's blocks to SSD."""
+        """How long writing RAM's blocks to SSD may take at the end."""
         self.error: IcehouseError | None = None
-        """Why the engine is FAILED, for whoever started it; callers get `engine_failed` instead."""
+        """Why the engine is FAILED, for the code that started it; callers get `engine_failed` instead."""
 
     def start(self) -> None:
-        """Begin loading the model on the inference thread; the listener hears of READY or FAILED."""
+        """Begin loading the model on the inference thread; the listener is told of READY or FAILED."""
         self._thread.add(self._turns(), self._mailbox, is_loading=lambda: self.state is EngineState.LOADING)
 
     @property
     def heartbeat_time(self) -> float:
-        """`Clock.monotonic` of the inference thread's last turn; stale means stuck or dead."""
+        """`Clock.monotonic` of the inference thread's last turn; if stale, the thread is stuck or dead."""
         return self._thread.heartbeat_time
 
     @property
     def step_allowance_s(self) -> float:
-        """How long a turn may take before it looks stuck: a few times the longest of late."""
+        """How long a turn may take before the thread looks stuck: a few times the longest recent one."""
         return self._thread.step_allowance_s
 
     def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
-        """Hand in a request, and others for the same prompt; their events come through the listener.
+        """Submit a request, and others for the same prompt. Their events come through the listener.
 
-        They are taken in together or not at all.
+        They are accepted together or not at all.
 
-        Raises Unavailable while loading, draining or failed, and Overloaded when the mailbox is full.
+        Raises Unavailable while loading, draining or failed, and Overloaded if the mailbox is full.
         """
         if self.state is not EngineState.READY:
             raise self._not_ready()
@@ -118,32 +118,32 @@ class Engine:
             )
 
     def cancel(self, request_id: RequestId, error: IcehouseError | None = None) -> None:
-        """End a request within one step; unknown ids are ignored, since a cancel may cross an end."""
+        """End a request within one step. Unknown ids are ignored: the request may just have ended."""
         self._mailbox.post(Cancel(request_id, error or cancelled_by_client()))
 
     def request_stats(self, reply: Callable[[EngineStats, CacheStats | None], None]) -> None:
-        """Have `reply` called on the inference thread between steps; at once when that thread is gone."""
+        """Have `reply` called on the inference thread between steps, or at once if that thread is gone."""
         if not self._mailbox.post(QueryStats(reply)):
             reply(EngineStats(), None)
 
     def submit_command(
         self, command: CacheCommand, reply: Callable[[CacheAnswer | IcehouseError], None]
     ) -> None:
-        """Have a command to the prefix cache carried out; `reply` is called once, on some thread, unless the
-        engine ends while the storage thread is at it: then its state is the answer."""
+        """Run a command on the prefix cache. `reply` is called once, on some thread, unless the engine ends
+        while the storage thread is working on the command: then the engine's state is the answer."""
         if not self._mailbox.post(Command(command, reply)):
             reply(self._not_ready())
 
     def drain(self, *, grace_s: float) -> None:
-        """Refuse new work, finish what runs within `grace_s`, write RAM to SSD and drop everything."""
+        """Refuse new work, finish running requests within `grace_s`, write RAM to SSD and drop everything."""
         self._mailbox.post(Drain(self._clock.monotonic() + grace_s))
 
     def join(self, *, timeout_s: float | None = None) -> bool:
-        """Wait for its end, STOPPED or FAILED; False when it still runs after `timeout_s`."""
+        """Wait until the engine is STOPPED or FAILED; return False if it still runs after `timeout_s`."""
         return self._ended.wait(timeout_s)
 
     def _turns(self) -> Turns:
-        """Live, a turn at a time (inference thread)."""
+        """Run the engine from load to end, a turn per `next` (inference thread)."""
         loop: EngineLoop | None = None
         prefix: CacheController | None = None
         share = self._budget.enter()
@@ -180,17 +180,17 @@ class Engine:
             self._refuse_all(shutting_down())
             self._runner.close()
             self._change_state(EngineState.STOPPED)
-        except Exception as error:  # the top of its life: nothing above would see it
+        except Exception as error:  # the top of the engine's life: nothing above would see it
             self._fail(error, loop)
-        # Only now does nothing refer to what was being made. Where a loop failed the device may be gone, and
-        # to free anything then can end the process: that is for others' sake alone, who are there or come.
+        # Only now does nothing refer to the arrays. If a loop failed the device may be gone, and then freeing
+        # anything can end the process: so do it only for the sake of other models, loaded or to come.
         if self.state is EngineState.FAILED and (loop is None or self._settings.expected_bytes):
             self._free(prefix)
         self._budget.leave(share)
         self._ended.set()
 
     def _load(self, share: BudgetShare) -> Steps[ModelInfo]:
-        """Load the model, and count what it takes as it comes. Raises Overloaded without the memory."""
+        """Load the model and count its memory as it grows. Raises Overloaded if memory is short."""
         expected_bytes = self._settings.expected_bytes
         self._check_room(share, self._runner.memory().active_bytes, missing_bytes=expected_bytes)
         share.reserved_bytes = expected_bytes
@@ -212,8 +212,8 @@ class Engine:
             yield wait_s
 
     def _check_room(self, share: BudgetShare, active_bytes: int, *, missing_bytes: int = 0) -> None:
-        """Raise Overloaded where other models do not leave what this one is to take beside what is in use, or
-        what it has taken beyond that."""
+        """Raise Overloaded if other models leave too little memory for what this one still needs or has taken
+        beyond its estimate."""
         if not self._settings.expected_bytes:
             return
         if excess := share.excess_bytes(active_bytes + missing_bytes):
@@ -236,8 +236,8 @@ class Engine:
         loop: EngineLoop,
         prefix: CacheController,
     ) -> None:
-        """Tell the other engines what this one holds. Pages of a pool of a fixed size are its own: none is
-        free for others before the model goes."""
+        """Tell the other engines what this one holds. A pool of a fixed size is all its own: none of it is
+        free for others until the model goes."""
         memory_model, (scheduler, guard) = self._runner.memory_model(), scheduling
         share.fixed_bytes = model.resident_bytes + memory_model.draft.weight_bytes + memory_model.pool_bytes
         share.is_idle = lambda: loop.is_idle
@@ -250,7 +250,7 @@ class Engine:
             held_bytes, image_bytes = guard.held_bytes(scheduler.running), self._runner.image_use().size_bytes
             if not pages.held_bytes:
                 return held_bytes + ram.used_bytes + image_bytes
-            # Rows and blocks share pages; what is more than these lies elsewhere.
+            # Rows and blocks share pages; anything beyond the pages in use is stored elsewhere.
             besides_bytes = max(0, max(held_bytes, ram.used_bytes) - pages.used_bytes)
             return pages.held_bytes + besides_bytes + image_bytes
 
@@ -266,7 +266,7 @@ class Engine:
             pages.bound(room_bytes)
 
     def _free(self, prefix: CacheController | None) -> None:
-        """Free what a failed engine has made."""
+        """Free the arrays of a failed engine."""
         try:
             if prefix is not None:
                 prefix.cache.close()
@@ -275,7 +275,7 @@ class Engine:
             _log.error("arrays_not_freed", exc_info=error)
 
     def _scheduling(self, model: ModelInfo, prefix: CacheController, share: BudgetShare) -> SchedulingParts:
-        """Return what decides who runs, with the bounds that depend on the loaded model."""
+        """Return the scheduler and the memory guard, with the limits that depend on the loaded model."""
         memory_model = self._runner.memory_model()
         measured = memory_model.measured_token_count(
             budget_bytes=_MEASURED_BYTES, block_token_count=prefix.cache.settings.block_token_count
@@ -301,9 +301,9 @@ class Engine:
 
     def _fail(self, error: Exception, loop: EngineLoop | None) -> None:
         if isinstance(error, IcehouseError):
-            # An operating error says what failed and what to do; where it was raised helps nobody.
+            # An operating error says what failed and what to do. A traceback would help nobody.
             _log.error("inference_loop_failed", extra={"reason": error.reason, "detail": error.message})
-            self.error = error.with_traceback(None)  # which would keep arrays
+            self.error = error.with_traceback(None)  # a traceback would keep arrays alive
             self.error.__cause__ = self.error.__context__ = None
         else:
             _log.error("inference_loop_failed", exc_info=error)
@@ -320,7 +320,7 @@ class Engine:
         self._listener.state_changed(EngineState.FAILED, told)
 
     def _refuse_all(self, error: IcehouseError) -> None:
-        """Answer what came while the model was loading; requests were refused before they came here."""
+        """Answer messages that came while the model was loading; requests never get this far."""
         for message in self._mailbox.close():
             if isinstance(message, QueryStats):
                 message.reply(EngineStats(), None)
@@ -340,10 +340,10 @@ class Engine:
 
 
 def _yield_ram(prefix: CacheController, pages: Pages, size_bytes: int, *, room_bytes: int) -> int:
-    """Drop blocks in RAM so that others have so much more memory, if possible; return how much they have.
+    """Drop blocks in RAM to free this much memory for others, if possible; return how much was freed.
 
-    Where blocks lie in pages these are given back, too, which takes room for a copy of what stays. So a
-    quarter of it goes at least: not each small need makes a copy.
+    If blocks are in pages, those pages are given back too, which takes room for a copy of the pages that
+    stay. So at least a quarter of the pages in use goes, or every small need would make a copy.
     """
     if not pages.held_bytes:
         return prefix.yield_ram(size_bytes)

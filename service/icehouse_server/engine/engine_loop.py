@@ -1,6 +1,6 @@
-"""Engine loop: the step that drains the mailbox, plans, runs one forward pass, publishes (inference thread).
+"""Engine loop: a step reads the mailbox, plans, runs one forward pass and publishes (inference thread).
 
-One thread, no locks, no waiting but for a burst. Tests step it with a fake runner and a fake clock.
+One thread, no locks, and no waiting except for a burst. Tests step it with a fake runner and a fake clock.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from icehouse_server.errors import IcehouseError
 _IDLE_WAIT_S = 0.5
 """How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
 _IDLE_BEFORE_WARM_UP_S = 10.0
-"""An engine that is idle for so long compiles more: a step takes seconds on a GPU, and who comes waits."""
+"""An engine idle for this long compiles more: that takes seconds on a GPU, and a newcomer would wait."""
 _COMMAND_S = 0.005
-"""A step carries commands out until they have taken this long, and one at least."""
+"""A step runs commands until they have taken this long, but at least one."""
 _COMMAND_LIMIT = 256
-"""Commands that wait for their step; a caller that leaves does not take its own back."""
+"""How many commands may wait for their step. A command stays in the queue even if its caller leaves."""
 
 
 class EngineLoop:
-    """One engine's running state. Made, stepped and dropped on the inference thread."""
+    """One engine's running state. Created, stepped and dropped on the inference thread."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class EngineLoop:
         self._prefix = prefix
         self._cache, self._commands = prefix.cache, prefix.commands
         self._waiting_commands: collections.deque[Command] = collections.deque()
-        """Bounded by the edge, which lets so many be in flight."""
+        """At most `_COMMAND_LIMIT`."""
         self._command_s = 0.0
         self._scheduler = scheduling.scheduler
         self._mailbox = mailbox
@@ -98,7 +98,7 @@ class EngineLoop:
         self.is_idle = True
         """Whether the last step found nothing to do: nothing is ready until a message comes."""
         self.is_hurried = False
-        """Whether another engine's turn is to come before a burst could."""
+        """Whether another engine needs its turn before a burst could arrive."""
         self._idle_since_time = self._clock.monotonic()
 
     @property
@@ -111,7 +111,7 @@ class EngineLoop:
         return self.is_draining and not len(self._requests) and not self._waiting_commands
 
     def step(self) -> None:
-        """Take in what came, and run one forward pass over all that is ready."""
+        """Read the mailbox, and run one forward pass over everything that is ready."""
         self._command_s = 0.0
         while self._waiting_commands and self._command_s < _COMMAND_S:
             self._carry_out(self._waiting_commands.popleft())
@@ -122,10 +122,10 @@ class EngineLoop:
         self._prefix.leave_cores(to_decode=self._scheduler.keeps_pace)
         prepare_s = self._prepare()
         if not self._has_pass_to_run:
-            self._output.publish()  # before readers that have just been sent off share the interpreter
+            self._output.publish()  # before readers that were just dispatched compete for the interpreter
         has_run = self._run_pass(spent_s=prepare_s or 0.0)
         self._prefix.write_blocks(has_run=has_run, decodes=self._scheduler.decoding_count > 0)
-        # Who was parked gave memory to others, who may go on although this step found nothing they could do.
+        # Parking frees memory, so others may go on even though this step found nothing to do.
         has_parked = self.counters.stats.parked_total > parked_before
         self.is_idle = not (has_begun or has_run or has_parked) and prepare_s is None
         if not has_run or not self._has_pass_to_run:
@@ -141,17 +141,15 @@ class EngineLoop:
 
     @property
     def _has_pass_to_run(self) -> bool:
-        """Whether the next step will run a pass, just before which what this one drew is published.
-
+        """Whether the next step will run a pass, which publishes this one's tokens just before it waits.
         Publishing wakes the event loop, which takes the interpreter's lock while the next pass is built.
-        Beside a restore, whose reads make passes longer, a step publishes at its end: else tokens came 4 ms
-        later yet (p99; 2-core x86).
-        """
+        During a restore, whose reads make passes longer, a step publishes at its end: otherwise tokens came
+        another 4 ms later (p99; 2-core x86)."""
         has_pass = bool(self._scheduler.decoding_count or self._scheduler.prefilling_count)
         return has_pass and not self._scheduler.loading_count
 
     def fail_all(self, error: IcehouseError) -> None:
-        """End every request with `error`; what the mailbox still holds too."""
+        """End every request with `error`, those still in the mailbox too."""
         for message in self._mailbox.close():
             if isinstance(message, Submit):
                 for request in message.requests:
@@ -168,7 +166,7 @@ class EngineLoop:
         self._output.publish()
 
     def flush(self, *, deadline_time: float) -> Iterator[float]:
-        """Spill what RAM holds until all is written or the deadline passes; yields as `tiers.spill.flush`."""
+        """Spill RAM's blocks until all are written or the deadline passes; yields as `tiers.spill.flush`."""
         assert self.is_done
         self._cache.keep_rates()
         spills, nodes = self._cache.spills, self._cache.tree.in_ram()
@@ -178,7 +176,7 @@ class EngineLoop:
 
     @property
     def wait_s(self) -> float | None:
-        """For how long a message may be waited for, by what the last step found; None for not at all."""
+        """How long to wait for a message, given what the last step found; None means not at all."""
         if not self.is_idle or self._waiting_commands:
             return None
         deadlines = [d for d in (self._requests.nearest_deadline(), self._drain_deadline) if d is not None]
@@ -201,7 +199,7 @@ class EngineLoop:
             self._requests.refuse(message.requests, shutting_down())
         elif isinstance(message, Submit):
             if self._scheduler.free_slot_count and not self._requests.has_capacity_for(message.requests):
-                self._admit()  # who has a slot does not fill a short queue for those behind
+                self._admit()  # running requests must not fill a short queue and block newcomers
             self._requests.receive(message.requests)
         elif isinstance(message, Cancel):
             self._requests.cancel(message.request_id, message.error)
@@ -215,7 +213,7 @@ class EngineLoop:
             self._prefix.receive(message)
 
     def _command(self, message: Command) -> None:
-        """Carry out a command, or have it wait for the next step: a long prompt's takes as long as a pass."""
+        """Run a command, or queue it for the next step: one for a long prompt takes as long as a pass."""
         if (self._command_s < _COMMAND_S and not self._waiting_commands) or self.is_done:
             self._carry_out(message)
         elif len(self._waiting_commands) < _COMMAND_LIMIT:
@@ -229,7 +227,7 @@ class EngineLoop:
         self._command_s += self._clock.monotonic() - began
 
     def _expire(self) -> None:
-        """End what is past its deadline, and everything once the drain's own deadline has passed."""
+        """End requests past their deadline, and every request once the drain's deadline has passed."""
         now = self._clock.monotonic()
         self._cache.waits.expire()
         self._requests.expire(now)
@@ -237,8 +235,8 @@ class EngineLoop:
             self._requests.fail_all(stopped_before_done())
 
     def _admit(self) -> bool:
-        """Let in who may start; True when anybody's state changed."""
-        self._requests.release_ended()  # their memory is free
+        """Admit sequences that may start; return True if any sequence changed state."""
+        self._requests.release_ended()  # frees their memory
         has_begun = False
         for ready in self._prefix.take_ready():
             if ready.phase is Phase.LOADING:
@@ -265,7 +263,7 @@ class EngineLoop:
                 self._requests.fail(sequence, error)
             else:
                 if self._preemption.make_slot(sequence):
-                    break  # what is given up for it is there in a later step, and nobody else's
+                    break  # the memory freed for it arrives in a later step, and is for nobody else
                 blocked.append(sequence)
                 continue
             has_begun = True
@@ -282,8 +280,8 @@ class EngineLoop:
             self._scheduler.move(sequence, phase)
 
     def _prepare(self) -> float | None:
-        """Go on rebuilding caches, first of those whose blocks are still to be read, then of the oldest, and
-        then with an image; return how long it took, None when there was nothing to do."""
+        """Continue rebuilding caches, first of sequences that still have blocks to read, then of the oldest,
+        and then encode an image. Return how long it took, or None if there was nothing to do."""
         restoring, seeing = self._scheduler.restoring, self._preemption.image_to_encode()
         if not restoring and seeing is None:
             return None
@@ -311,8 +309,8 @@ class EngineLoop:
             self._scheduler.move(sequence, phase)
 
     def _encode_image(self, sequence: Sequence, *, budget_s: float) -> None:
-        """Encode the next image of a sequence for about so long, so that others decode meanwhile; its prefill
-        stops before the image until that is done. If the tower fails on it, the sequence is ended."""
+        """Encode the next image of a sequence for about `budget_s`, so that others decode meanwhile. Prefill
+        stops before the image until it is encoded. If the tower fails on it, the sequence is ended."""
         span = sequence.next_image
         assert span is not None, f"sequence {sequence.sequence_id} waits for no image"
         part = sequence.request.whole_image(span)
@@ -334,19 +332,19 @@ class EngineLoop:
         self._end_if_all_reported(sequence)
 
     def _run_pass(self, *, spent_s: float) -> bool:
-        """Plan and run a pass, in a step that spent some time on restores; False when there is nothing to
-        run."""
+        """Plan and run a pass, in a step that spent some time on restores; return False if there was nothing
+        to run."""
         failed_before = self.counters.stats.failed_total
         plan = self._preemption.make_fit(self._scheduler.plan(spent_s=spent_s))
         self._requests.release_ended()
-        # The last pass of a prompt that is measured or pooled may be in flight.
+        # The last pass of a prompt that is measured or pooled may still be in flight.
         is_unread = any(sequence.unread_chunk_count for sequence in self._scheduler.running)
         if not (plan.chunks or self._scheduler.decoding_count or is_unread):
             return self.counters.stats.failed_total > failed_before
         chunks = [chunk.for_runner() for chunk in plan.chunks]
         for planned, chunk in zip(plan.chunks, chunks, strict=True):
             planned.sequence.unread_chunk_count += chunk.is_read
-        # What is measured or pooled is reported pass by pass, in order.
+        # Measured and pooled results are reported pass by pass, in order.
         is_unread |= any(chunk.is_read for chunk in chunks)
         is_first = not (self._scheduler.decoding_count or is_unread) and any(chunk.row for chunk in chunks)
         result = self._runner.run(chunks, before_wait=self._output.publish, reads_at_once=is_first)
@@ -359,7 +357,7 @@ class EngineLoop:
         read = self._take_read(result)
         drawing = self._deliver(result.drawn)
         if result.leaves_device_idle:
-            self._output.publish()  # not behind the next pass, which a GPU's host builds for 10 ms
+            self._output.publish()  # not after the next pass, which takes a GPU's host 10 ms to build
         self._capture(plan.chunks, drawing)
         for sequence in read:
             self._end_if_all_reported(sequence)
@@ -386,10 +384,10 @@ class EngineLoop:
             counters.decode_steps_s.append(elapsed_s)
 
     def _advance(self, chunk: PrefillChunk) -> None:
-        """Account for a chunk that ran: report to its caller, let its sequence decode."""
+        """Account for a chunk that ran: report progress, and start decoding after the last one."""
         sequence = chunk.sequence
         sequence.processed_token_count += chunk.stored_count
-        # However small the chunks, a caller hears of its progress once a full one.
+        # However small the chunks are, progress is reported once per full-sized chunk.
         full = self._scheduler.limits.prefill_chunk_token_count
         is_full = sequence.is_prefilled or sequence.processed_token_count // full > chunk.start // full
         if chunk.stored_count and is_full and not sequence.park_count and not sequence.measures_prompt:
@@ -398,7 +396,7 @@ class EngineLoop:
             self._scheduler.move(sequence, Phase.DECODING)
 
     def _take_read(self, result: PassResult) -> list[Sequence]:
-        """Take what was measured and pooled of prompts, and report it; return whose it was."""
+        """Take the measured and pooled results of prompts and report them; return their sequences."""
         names = (*result.measured, *result.pooled)
         sequences = [sequence for name in names if (sequence := self._requests.find(name)) is not None]
         for sequence in sequences:
@@ -419,7 +417,7 @@ class EngineLoop:
             self._requests.close(sequence)
 
     def _deliver(self, drawn: Iterable[Drawn]) -> list[Sequence]:
-        """Take the tokens that were drawn; return who drew, of which those at their end are to be closed."""
+        """Take the drawn tokens; return the sequences that drew. Finished ones are still to be closed."""
         now = self._clock.monotonic()
         drawing: list[Sequence] = []
         for token in drawn:
@@ -440,9 +438,9 @@ class EngineLoop:
         return drawing
 
     def _capture(self, chunks: Iterable[PrefillChunk], drawing: Iterable[Sequence]) -> None:
-        """Capture the blocks that a pass has completed, and close what it has ended.
+        """Capture the blocks that a pass completed, and close the sequences that it ended.
 
-        Blocks are copied, so the results of the pass are published first: a prompt's first token, an output's
+        Capturing copies blocks, so the pass's results are published first: a prompt's first token, a reply's
         last one.
         """
         begun = [c.sequence for c in chunks if c.stored_count and c.sequence.phase is not Phase.ENDED]
@@ -460,7 +458,7 @@ class EngineLoop:
                 self._requests.close(sequence)
 
     def _park(self, sequence: Sequence) -> None:
-        """Take a sequence's slot away: its blocks stay in the tiers, and it goes on from them later."""
+        """Take a sequence's slot away. Its blocks stay in the tiers, and it resumes from them later."""
         self._prefix.forget(sequence)
         self._prefix.end(sequence)
         self._runner.release([sequence.sequence_id])
@@ -468,7 +466,7 @@ class EngineLoop:
         self.counters.stats.parked_total += 1
 
     def stats(self) -> EngineStats:
-        """Return a copy of the engine's counters, completed with what is so now."""
+        """Return a copy of the engine's counters, completed with current values."""
         memory, images = self._runner.memory(), self._runner.image_use()
         return dataclasses.replace(
             self.counters.stats,

@@ -1,7 +1,7 @@
-"""Inference thread: gives engines turns, one at a time, first to the one that has had least of it.
+"""Inference thread: gives engines turns, one at a time, first to the one that has had the least time.
 
-Engines come and leave at any time. The thread waits only when none has anything to do, for all of them on
-one condition. It ends when it is told to and no engine is left.
+Engines come and leave at any time. The thread sleeps only when no engine has anything to do, on one condition
+that all of them share. It ends when told to, once no engine is left.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 
 _WAIT_S = 0.5
-"""How long it sleeps at most, so that its heartbeat stays fresh."""
+"""How long the thread sleeps at most, so that its heartbeat stays fresh."""
 _STUCK_FACTOR = 4.0
 _FADING = 0.99
 _LOADING_COST = 3.0
-"""By what the time of an engine is multiplied while it loads its model: it gets a third as much as one that
-has requests. With as much, the gaps between their tokens would double."""
+"""The time of an engine that loads its model counts this many times: it gets a third as much as an engine
+with requests. With equal time, the gaps between their tokens would double."""
 
 Turns = Iterator[float | None]
-"""An engine's life, a turn at a time: each yields for how many seconds nothing will be ready unless a message
-comes, or None for nothing to wait for."""
+"""An engine's life, a turn at a time. Each turn yields for how many seconds nothing will be ready unless a
+message comes, or None if it can go on at once."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Member:
-    """An engine, as the thread knows it. Times are `Clock.monotonic` readings."""
+    """An engine as the thread sees it. Times are `Clock.monotonic` readings."""
 
     turns: Turns
     mailbox: Mailbox[Message]
     charged_s: float
-    """What it was given, counted from where the others were when it was last idle."""
+    """The time it was given, counted from where the others stood when it was last idle."""
     is_loading: Callable[[], bool] = lambda: False
-    """Whether it is charged for loading, and reads no messages."""
+    """Whether it is loading: then its time costs more and messages do not wake it."""
     ready_time: float | None = None
-    """When it is to be stepped although no message came; None for at once."""
+    """When to step it even without a message; None for at once."""
 
     def is_ready(self, now: float) -> bool:
         if self.ready_time is None or now >= self.ready_time:
@@ -47,29 +47,29 @@ class _Member:
 
 
 class InferenceThread:
-    """Owns the thread. Public methods may be called from any thread; the thread alone writes the attributes.
+    """Owns the thread. Public methods may be called from any thread; only this thread writes the attributes.
 
-    Turns go by start-time fair queueing (Goyal, 1996): who was idle is served next, but is owed nothing for
-    the time before.
+    Turns follow start-time fair queueing (Goyal, 1996): an engine that was idle goes next, but gets no credit
+    for its idle time.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.changed = threading.Condition()
-        """What the mailboxes of its engines share, and the thread waits on."""
+        """Shared by the mailboxes of all engines; the thread waits on it."""
         self.device_clock = DeviceClock()
-        """Of all its engines."""
+        """Shared by all engines."""
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self._members: list[_Member] = []
         self._is_ending = False
         self._served_s = 0.0
-        """What the engine that was chosen last had been charged by then."""
+        """What the last chosen engine had been charged when its turn began."""
         self.is_contended = False
-        """Whether more than one engine had something to do when the present turn began."""
+        """Whether more than one engine had something to do when the current turn began."""
         self.heartbeat_time = clock.monotonic()
-        """`Clock.monotonic` of the last turn's start; stale means stuck or dead."""
+        """`Clock.monotonic` of the last turn's start; if stale, the thread is stuck or dead."""
         self.step_allowance_s = 0.0
-        """How long a turn may take before it looks stuck: a few times the longest of late."""
+        """How long a turn may take before the thread looks stuck: a few times the longest recent one."""
         self.release: Callable[[], None] = lambda: None
         """Called at the thread's end; set by the engine that ended last."""
 
@@ -78,7 +78,7 @@ class InferenceThread:
 
     @property
     def engine_count(self) -> int:
-        """Engines that have turns to come."""
+        """How many engines still have turns to come."""
         return len(self._members)
 
     def add(
@@ -86,7 +86,7 @@ class InferenceThread:
     ) -> None:
         """Give an engine turns until it has no more. Its mailbox must share `changed`.
 
-        While it `is_loading` it gets a third as much time as others that have work, and no message wakes it.
+        While `is_loading`, it gets a third as much time as others that have work, and no message wakes it.
         """
         assert mailbox.changed is self.changed, "nothing would wake the thread for this mailbox"
         with self.changed:
@@ -94,13 +94,13 @@ class InferenceThread:
             self.changed.notify()
 
     def end(self) -> None:
-        """Have the thread end once no engine is left."""
+        """End the thread once no engine is left."""
         with self.changed:
             self._is_ending = True
             self.changed.notify()
 
     def join(self, *, timeout_s: float | None = None) -> bool:
-        """Wait for the thread to end; False when it still runs after `timeout_s`."""
+        """Wait for the thread to end; return False if it still runs after `timeout_s`."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -110,7 +110,7 @@ class InferenceThread:
         self.release()
 
     def _next(self) -> _Member | None:
-        """Return whose turn it is, after waiting for somebody to be ready; None at the end."""
+        """Wait until an engine is ready, and return whose turn it is; None at the end."""
         with self.changed:
             while self._members or not self._is_ending:
                 self.heartbeat_time = now = self.clock.monotonic()
@@ -140,5 +140,5 @@ class InferenceThread:
         self._note_turn(now - began)
 
     def _note_turn(self, elapsed_s: float) -> None:
-        # The longest turn fades, so that one slow chunk long ago does not hide a stuck one for ever.
+        # The longest turn fades, so that one slow chunk long ago does not hide a stuck turn for ever.
         self.step_allowance_s = max(_STUCK_FACTOR * elapsed_s, self.step_allowance_s * _FADING)

@@ -1,4 +1,4 @@
-"""Output processor: from drawn tokens to events, text, deltas, and a sequence's end (inference thread)."""
+"""Output processor: turns drawn tokens into text and events, and ends sequences (inference thread)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Output:
         self._events: list[tuple[RequestId, Event]] = []
 
     def emit(self, request_id: RequestId, event: Event) -> None:
-        """Add an event to the step's."""
+        """Add an event to this step's."""
         self._events.append((request_id, event))
 
     def take_token(self, sequence: Sequence, drawn: Drawn, now: float) -> Finished | None:
-        """Account for one drawn token, emit its text, and return the end when it was the last."""
+        """Account for one drawn token and emit its text; return the end if this was the last token."""
         token_id = drawn.token_id
         if sequence.first_token_time is None:
             sequence.first_token_time = now
@@ -39,7 +39,7 @@ class Output:
         is_end = token_id in self._eos and not sampling.ignores_end_tokens
         if is_end or token_id in sampling.stop_token_ids:
             end = self.finish(sequence, FinishReason.STOP_TOKEN, now)
-            # Text that was held back can turn out to be a stop string that came before the token.
+            # Held-back text can turn out to contain a stop string that came before the token.
             return end if end.stop_string is not None else dataclasses.replace(end, stop_token_id=token_id)
         step = sequence.text.push(token_id)
         self._deliver(sequence, step.text)
@@ -47,14 +47,14 @@ class Output:
             self._deliver(sequence, "", always=True)
             return Finished(FinishReason.STOP_STRING, step.stop_string, sequence.usage(now))
         if drawn.is_complete:
-            # An end token is all that could follow, so it need not be drawn.
+            # Only an end token could follow, so it need not be drawn.
             return self.finish(sequence, FinishReason.STOP_TOKEN, now)
         if len(sequence.output_token_ids) >= sequence.output_token_limit:
             return self.finish(sequence, sequence.limit_reason, now)
         return None
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> Finished:
-        """Emit the text that was held back and return the end."""
+        """Emit held-back text and return the end."""
         last = sequence.text.finish()
         if last.stop_string is not None:
             reason = FinishReason.STOP_STRING
@@ -62,7 +62,7 @@ class Output:
         return Finished(reason, last.stop_string, sequence.usage(now), sequence.embedding)
 
     def publish(self) -> None:
-        """Hand the step's events to the listener."""
+        """Hand this step's events to the listener."""
         if self._events:
             events, self._events = self._events, []
             self._listener.publish(events)

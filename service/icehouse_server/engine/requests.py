@@ -1,8 +1,8 @@
-"""Requests from their admission to their end, whichever that is (inference thread).
+"""Requests, from admission to their end, whatever the reason for it (inference thread).
 
-A new request becomes a sequence that waits, or its caller gets the reason why not. Whatever ends a request
-passes through here, so that its slot, its caches and its hold on others' blocks are given back
-together, it is counted once, and its caller hears of it once.
+A new request becomes a waiting sequence, or its caller is told why not. Every end passes through here, so
+that the slot, the caches and the hold on shared blocks are given back together, and the end is counted and
+reported once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_RETRY_S = 60.0
 
 
 class Requests:
-    """Takes requests in, finds a sequence by its request or its own id, and ends it."""
+    """Accepts requests, finds their sequences, and ends them."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class Requests:
         return len(self._by_request)
 
     def has_capacity_for(self, requests: ReadSequence[GenerationRequest]) -> bool:
-        """Whether requests for the same prompt may wait, as far as the length of the queue goes."""
+        """Whether the queue has room for these requests, which share a prompt."""
         first = requests[0]
         return self._queue.has_capacity_for(
             len(first.prompt_token_ids), tenant=first.tenant, request_count=len(requests)
         )
 
     def receive(self, requests: ReadSequence[GenerationRequest]) -> None:
-        """Take in requests for the same prompt, all of them, or refuse them all."""
+        """Accept requests for the same prompt, or refuse them all."""
         sequences = [self._sequence_of(request) for request in requests]
         refusal = self._admission.refusal(
             requests[0],
@@ -98,27 +98,27 @@ class Requests:
             self._by_id[sequence.sequence_id] = sequence
 
     def refuse(self, requests: ReadSequence[GenerationRequest], error: IcehouseError) -> None:
-        """Answer the callers that nothing was taken in."""
+        """Tell the callers that none of the requests was accepted."""
         for request in requests:
             self._counters.stats.rejected_total += not request.is_prefetch
             self._output.emit(request.request_id, Failed(error))
 
     def find(self, sequence_id: SequenceId) -> Sequence | None:
-        """Return a sequence that the runner names, None once it has ended."""
+        """Return the sequence with this id, or None once it has ended."""
         return self._by_id.get(sequence_id)
 
     def emit(self, sequence: Sequence, event: Event) -> None:
-        """Add an event to what the step publishes."""
+        """Add an event to those that this step publishes."""
         self._output.emit(sequence.request.request_id, event)
 
     def cancel(self, request_id: RequestId, error: IcehouseError) -> None:
-        """End a request that nobody waits for; it may have ended already."""
+        """End a request whose caller has gone; it may have ended already."""
         sequence = self._by_request.get(request_id)
         if sequence is not None:
             self.fail(sequence, error)
 
     def expire(self, now: float) -> None:
-        """End what is past its deadline."""
+        """End the requests past their deadline."""
         for sequence in list(self._by_request.values()):
             deadline = sequence.request.deadline_time
             if deadline is not None and now >= deadline:
@@ -133,7 +133,7 @@ class Requests:
         self.emit(sequence, end)
 
     def close(self, sequence: Sequence) -> None:
-        """Give back what a request that has ended held; its caches go with `release_ended`."""
+        """Give back what an ended request held; `release_ended` frees its caches."""
         self._prefix.end(sequence)
         request = sequence.request
         if request.is_prefetch:
@@ -146,7 +146,7 @@ class Requests:
         del self._by_id[sequence.sequence_id]
 
     def fail(self, sequence: Sequence, error: IcehouseError) -> None:
-        """End a request before its own end; the blocks it computed stay, unless they hold no numbers."""
+        """End a request early. The blocks it computed stay, unless they hold NaN or infinite numbers."""
         if not sequence.request.is_prefetch:
             self._count(error)
         if isinstance(error, ModelOutputInvalid):
@@ -157,23 +157,23 @@ class Requests:
         self.emit(sequence, Failed(error))
 
     def fail_all(self, error: IcehouseError) -> None:
-        """End every request in order, each as `fail` does; only between steps of a sound loop."""
+        """End every request in order, each as `fail` does; only between steps of a healthy loop."""
         for sequence in list(self._by_request.values()):
             self.fail(sequence, error)
 
     def release_ended(self) -> None:
-        """Give the caches of all that ended back, in one go: each release may put the others in order."""
+        """Free the caches of all ended sequences at once, since each release may rearrange the others."""
         if self._ended:
             self._runner.release(self._ended)
             self._ended = []
 
     def nearest_deadline(self) -> float | None:
-        """Return when the next request runs out of time; None when none does."""
+        """Return the earliest deadline of all requests; None if none has one."""
         deadlines = (s.request.deadline_time for s in self._by_request.values())
         return min((time for time in deadlines if time is not None), default=None)
 
     def abandon(self, error: IcehouseError) -> None:
-        """End every call with `error` and touch nothing else: the loop is over, or broken."""
+        """End every call with `error` and touch nothing else: the loop has ended or failed."""
         for request_id in self._by_request:
             self._count(error)
             self._output.emit(request_id, Failed(error))
@@ -181,7 +181,7 @@ class Requests:
         self._by_id.clear()
 
     def _sequence_of(self, request: GenerationRequest) -> Sequence:
-        self._next_id += 1  # ids are never used twice
+        self._next_id += 1  # ids are never reused
         tokenizer = self._tokenizer
         return Sequence.of(
             request,
@@ -191,7 +191,7 @@ class Requests:
         )
 
     def _count(self, error: IcehouseError) -> None:
-        """What callers wanted, themselves or by a deadline, is a cancel; what the server did is a failure."""
+        """Ends that the caller chose, directly or by a deadline, count as cancels; the rest as failures."""
         if isinstance(error, Cancelled | DeadlineExceeded):
             self._counters.stats.cancelled_total += 1
         else:
@@ -200,7 +200,7 @@ class Requests:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is ahead of a new request, and when its first token would come; None while nothing is measured."""
+    """What is ahead of a new request, and when its first token would come (None until rates are measured)."""
 
     requests_ahead: int
     tokens_ahead: int
@@ -218,7 +218,7 @@ class Admission:
     def refusal(
         self, request: GenerationRequest, *, output_token_limit: int, now: float, request_count: int = 1
     ) -> IcehouseError | None:
-        """Return why a request, or so many alike, may not even wait, or None when it may."""
+        """Return why a request, or this many like it, may not even wait; None if it may."""
         token_count = len(request.prompt_token_ids)
         never = self._guard.never_fits(
             token_count + min(output_token_limit, request.max_output_tokens), request
@@ -237,10 +237,10 @@ class Admission:
         return None
 
     def predict(self, request: GenerationRequest) -> Prediction:
-        """Predict a newcomer's first token from what is before it and the rates measured here.
+        """Predict a newcomer's first token from what is ahead of it and the rates measured here.
 
-        What the cache may save is not counted in, so a deadline is missed rather than a hit refused:
-        only prompts that would be late even without any queue are turned away by their own length.
+        What the cache may save is not counted. A deadline may be missed, but no hit is refused: without a
+        queue, only prompts that would be late anyway are turned away.
         """
         requests_ahead, tokens_ahead = self._queue.tokens_ahead_of(request.priority, tenant=request.tenant)
         tokens_ahead += self._scheduler.prefill_backlog_tokens(request)
@@ -290,7 +290,7 @@ class Admission:
         )
 
     def _retry_after_s(self, prediction: Prediction) -> float:
-        """Return when a slot may be free: the time of what is ahead, shared by those who wait."""
+        """Return when a slot may be free: the time of what is ahead, per request ahead."""
         if prediction.ttft_s is None:
             return 1.0
         per_request = prediction.ttft_s / max(1, prediction.requests_ahead)

@@ -1,6 +1,6 @@
 """Hooks of the pass being built: what attention does for the host or the device while layers are added to it.
 
-One thread builds one pass at a time, so each hook is one object of the process.
+One thread builds one pass at a time, so the process has a single object of each hook.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import mlx.core as mx
 from icehouse_server.clock import Clock
 
 _LAYERS_A_START: Final = 6
-"""Attended, before the device is given what was built. Not tuned on a device."""
+"""Layers attended before the device is given what was built. Not tuned on a device."""
 
 
 class EarlyStart:
-    """Gives an idle device the layers built so far, from `begin` to `end`.
+    """Gives an idle device the layers built so far, between `begin` and `end`.
 
-    A prompt whose KV is in RAM waits for one pass alone, which would be built and then computed.
+    Otherwise a prompt whose KV is in RAM would wait for its one pass to be built and then computed.
     """
 
     def __init__(self) -> None:
@@ -28,16 +28,16 @@ class EarlyStart:
         self._began_time: float | None = None
 
     def begin(self, clock: Clock) -> None:
-        """The device has nothing to do."""
+        """Begin to start layers early: the device has nothing to do."""
         self._clock, self._layer_count, self._began_time = clock, 0, None
 
     def end(self) -> float | None:
-        """The pass is built. Return when the device began with it, None where it was given nothing yet."""
+        """End with the pass built. Return when the device began with it; None if it was given nothing yet."""
         self._clock = None
         return self._began_time
 
     def note_layer(self, output: mx.array) -> None:
-        """Note that a layer has attended; the device may compute it."""
+        """Note that a layer has attended, so the device may compute it."""
         if self._clock is None:
             return
         self._layer_count += 1
@@ -48,17 +48,17 @@ class EarlyStart:
 
 
 class FirstWait:
-    """Something to do once, just before a pass is waited for the first time."""
+    """An action to run once, just before the first wait for a pass."""
 
     def __init__(self) -> None:
         self._act: Callable[[], None] | None = None
 
     def expect(self, act: Callable[[], None] | None) -> None:
-        """Set what to do before the next pass is waited for."""
+        """Set the action to run before the next wait for a pass."""
         self._act = act
 
     def come(self) -> None:
-        """Do it, unless it is done."""
+        """Run it, unless it has run already."""
         act, self._act = self._act, None
         if act is not None:
             act()

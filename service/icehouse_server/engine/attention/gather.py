@@ -1,7 +1,7 @@
-"""Attention over pages in plain MLX: what the other backends are compared with.
+"""Attention over pages in plain MLX: the reference for the other backends.
 
-Each row's keys and values are gathered from its pages, a copy, and given to MLX's own attention. Long chunks
-of prompts go this way on every device: the copy is small beside what such a chunk computes.
+Each row's keys and values are copied from its pages and given to MLX's own attention. Long chunks of prompts
+take this way on every device, since the copy is small beside such a chunk's computation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from icehouse_server.engine.attention.port import AttentionCall, Ints, PagedAtte
 
 
 class GatherAttention:
-    """Implements PagedAttention, one call of MLX's attention a row."""
+    """Implements PagedAttention with one call of MLX's attention per row."""
 
     attends_to_chunks = False
 
@@ -96,13 +96,13 @@ def attend_row(
     mask: Any = None,
     is_padded: bool = False,
 ) -> mx.array:
-    """Return [tokens, heads, 1, head size] of consecutive tokens of one row, the first of them at `first`.
+    """Return [tokens, heads, 1, head size] for consecutive tokens of one row, the first of them at `first`.
 
-    `mask`: an array, [tokens, keys] or what broadcasts to it, instead of the causal rule. `is_padded`: use
-    one of a few shapes, where the rule is causal.
+    `mask`: an array that broadcasts to [tokens, keys], instead of the causal rule. `is_padded`: pad to one of
+    a few shapes, if the rule is causal.
     """
     count, begin, row = queries.shape[0], int(places.positions[first]), int(places.rows[first])
-    # Nothing before the window: in a row that was restored, nobody has written there.
+    # Read nothing before the window: in a restored row, that was never written.
     window = call.window
     low = 0 if window is None else max(0, begin + 1 - window)
     is_causal = mask is None and window is None
@@ -136,7 +136,7 @@ def row_pages(places: TokenPlaces, row: int) -> Ints:
 
 
 def runs_of_rows(rows: Ints) -> Iterator[tuple[int, int]]:
-    """Yield from which to which token each row's lie."""
+    """Yield the first and last (exclusive) token of each row."""
     first = 0
     for _, same in itertools.groupby(rows.tolist()):
         last = first + sum(1 for _ in same)
@@ -145,7 +145,7 @@ def runs_of_rows(rows: Ints) -> Iterator[tuple[int, int]]:
 
 
 def causal_rule(begin: int, count: int, window: int | None) -> Any:
-    """Return the mask of `count` tokens behind `begin` others."""
+    """Return the mask of `count` tokens after `begin` others."""
     if window is None:
         return "causal" if count > 1 else None
     asking = mx.arange(begin, begin + count)[:, None]
@@ -154,6 +154,6 @@ def causal_rule(begin: int, count: int, window: int | None) -> Any:
 
 
 def _order_behind(array: mx.array) -> mx.array:
-    """Return a zero that is known once this array is."""
+    """Return a zero that is computed after this array."""
     order: mx.array = mx.depends(mx.zeros((1,), mx.int32), array)
     return order

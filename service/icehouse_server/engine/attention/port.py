@@ -1,11 +1,11 @@
 """Port of attention over pages: what a backend does with the page pool of one group of layers.
 
-The pool is one array, [pages, layers, 2, KV heads, page tokens, head size]: keys are at 0 and values at 1 of
-the third axis. A pass's tokens are a flat list; `TokenPlaces` says where each one's KV lies. A backend may
-write into the pool's array in place. MLX does not know of that, so `Pool.order` carries it: whatever reads or
-writes the pool takes the latest `order` among its inputs, and each write gives a new one.
+The pool is one array, [pages, layers, 2, KV heads, page tokens, head size], with keys at 0 and values at 1 of
+the third axis. A pass's tokens are a flat list; `TokenPlaces` says where each one's KV is. A backend may
+write into the pool's array in place. MLX does not know of such writes, so `Pool.order` tracks them: whatever
+reads or writes the pool takes the latest `order` as an input, and each write gives a new one.
 
-Inference thread only. Everything is lazy until somebody evaluates it.
+Inference thread only. Everything is lazy until it is evaluated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PoolShape:
 
     @property
     def page_bytes(self) -> int:
-        """Of one page: keys and values of all layers."""
+        """Size of one page: keys and values of all layers."""
         numbers = self.layer_count * 2 * self.kv_head_count * self.page_token_count * self.head_size
         return numbers * self.dtype.size
 
@@ -47,29 +47,29 @@ class Pool(Protocol):
     order: mx.array
     """int32 [1], always 0: the output of the latest write."""
     view: mx.array | None
-    """The array in a shape that its backend has use for, until there is another array."""
+    """The array in a shape that its backend needs; reset when the array is replaced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """Where the tokens of one pass lie: made once a pass and group, used by each of its layers."""
+    """Where the tokens of one pass are. Made once per pass and group, and used by each of its layers."""
 
     pages: Ints
-    """[pages of all rows]: page numbers, one row's behind the other's, each in the order of its tokens. A
-    page that nobody reads any more (it left a window) is -1."""
+    """[pages of all rows]: page numbers, row after row, each in the order of its tokens. A page that is no
+    longer read (it left a window) is -1."""
     page_starts: Ints
     """[rows]: where each row's pages begin in `pages`."""
     rows: Ints
-    """[tokens]: the row that each token is of. A row's tokens follow each other, their positions too."""
+    """[tokens]: the row of each token. A row's tokens are consecutive, and so are their positions."""
     positions: Ints
     """[tokens]: each token's position in its row; its key and value are written there. A token sees its row's
     tokens from the first visible one up to itself."""
     derived: dict[Hashable, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """What a backend computed of them, for all layers of the pass."""
+    """What a backend derived from them, for all layers of the pass."""
 
     @classmethod
     def of(cls, tables: Sequence[Sequence[int]], begins: Sequence[int], counts: Sequence[int]) -> TokenPlaces:
-        """Return them of a pass: of each row its pages, where it goes on, and how many tokens it brings."""
+        """Return the places for a pass: each row's pages, where it continues, and how many tokens it adds."""
         starts = np.array(list(itertools.accumulate(map(len, tables[:-1]), initial=0)), np.int32)
         pages = np.array(list(itertools.chain.from_iterable(tables)), np.int32)
         rows = np.repeat(np.arange(len(tables), dtype=np.int32), counts)
@@ -85,26 +85,26 @@ class TokenPlaces:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer asks of attention, whatever the tokens."""
+    """What one layer asks of attention, independent of the tokens."""
 
     layer: int
-    """Counted within the group."""
+    """Its number within the group."""
     scale: float
     window: int | None = None
-    """Positions that each token sees, its own included; None for all up to its own."""
+    """How many positions each token sees, its own included; None for all up to its own."""
     sinks: mx.array | None = None
     """Logits, [heads], that only take weight."""
 
 
 class PagedAttention(Protocol):
-    """One backend."""
+    """A backend."""
 
     attends_to_chunks: bool
     """Whether `attend` suits any number of tokens per row, or only a few (decoding, guesses, short
     chunks)."""
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
-        """Put the tokens' keys and values, [tokens, KV heads, 1, head size], where they belong."""
+        """Put the tokens' keys and values, [tokens, KV heads, 1, head size], in their places."""
 
     def attend(
         self,
@@ -114,28 +114,28 @@ class PagedAttention(Protocol):
         call: AttentionCall,
         new: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        """Return [tokens, heads, 1, head size] of queries of that shape, in their dtype.
+        """Return [tokens, heads, 1, head size] for queries of that shape, in their dtype.
 
-        `new`: keys and values of all tokens of the pass, as for `write`, to be written first; where the
-        device can, in the same launch. Without them it may be called for the first tokens of the pass alone:
+        `new` has the keys and values of all tokens of the pass, as for `write`, to be written first, in the
+        same launch if the device can. Without `new`, it may be called for the first tokens of the pass alone:
         `queries` then has fewer of them than `places`.
         """
 
     def gather_row(
         self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
     ) -> tuple[mx.array, mx.array]:
-        """Return keys and values, [1, KV heads, key_count, head size] each, copied behind the latest write.
+        """Return keys and values, [1, KV heads, key_count, head size] each, copied after the latest write.
 
-        They are those of the row's tokens from `first_token` on, for long chunks to attend to. Where the row
-        ends before, its last token of this pass is repeated.
+        They belong to the row's tokens from `first_token` on, for long chunks to attend to. If the row ends
+        earlier, its last token of this pass is repeated.
         """
 
     def settle(self, pool: Pool) -> bool:
-        """Wait until all writes are done; return whether the pool's array stays where it is in memory when it
-        is written to. Other threads may then write into pages that nobody else has."""
+        """Wait until all writes are done. Return whether the pool's array stays in place in memory when
+        written to. If so, other threads may then write into pages that nobody else has."""
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
-        """Copy whole pages to other ones; no page is in both."""
+        """Copy whole pages onto others; no page is in both lists."""
 
     def fill_pages(self, pool: Pool, content: mx.array, pages: Ints) -> None:
         """Write `content`, [pages, layers, 2, KV heads, page tokens, head size], into these pages."""
@@ -146,14 +146,14 @@ class PagedAttention(Protocol):
 
 @runtime_checkable
 class ReplayedAttention(PagedAttention, Protocol):
-    """A backend whose calls for a pass of one token a row depend on the places by an array alone, and on the
-    pool by `order`: such passes can be traced once and replayed."""
+    """A backend whose calls, in a pass of one token per row, depend on the places only through one array and
+    on the pool only through `order`. Such passes can be traced once and replayed."""
 
     def array_of(self, places: TokenPlaces) -> mx.array:
-        """Return the places as its launches take them; of one length for about as many pages."""
+        """Return the places as its launches take them; similar page counts give the same length."""
 
     def launch_of(self, places: TokenPlaces, window: int | None) -> Hashable:
-        """Return what else its launches depend on: places with equal ones can be replayed for each other."""
+        """Return what else its launches depend on: places that are equal in it share a replay."""
 
     def placed(self, places: TokenPlaces, array: mx.array) -> TokenPlaces:
-        """Return these places, whose launches take another array."""
+        """Return these places with another array for the launches."""

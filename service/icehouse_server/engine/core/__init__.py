@@ -1,1 +1,1 @@
-"""What the engine's rooms share: sequences, the mailbox, ports, counters. No policy."""
+"""Core of the engine, which its rooms share: sequences, the mailbox, ports, counters. No policy."""

@@ -1,9 +1,8 @@
-"""Block log: what came to a tier and what left it, from the inference thread to whoever reports it to
-gateways.
+"""Block log: which blocks entered and left each tier, for the thread that reports them to gateways.
 
-Appended to by the inference thread alone and taken from by one other thread; bounded, without a lock, since a
-deque's ends are safe for one of each. Off until somebody listens. When it is full it goes off: what was lost
-is found again by a listing of all blocks (`PrefixTree.listing`), never by waiting here.
+The inference thread alone appends and one other thread takes. It is bounded and needs no lock, since a
+deque's ends are safe for one thread each. It is off until somebody listens, and turns itself off when full: a
+listing of all blocks (`PrefixTree.listing`) makes up for what was lost, so nothing ever waits here.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import BlockHash, CacheScope
 
 LOG_LIMIT = 16_384
-"""Changes that may wait: of many steps, since a step seldom makes more than a few."""
+"""How many changes may be queued: those of many steps, since a step rarely makes more than a few."""
 
 
 class Came(NamedTuple):
-    """A block came to a tier, whole or a tail; noted again when the tokens of one on SSD become known.
+    """A block, full or a tail, entered a tier. Noted again when the tokens of a block on SSD become known.
 
-    `parent` is its chain's root where it is the first one.
+    `parent` is the chain's root if this is its first block.
     """
 
     tier: Tier
@@ -32,7 +31,7 @@ class Came(NamedTuple):
     is_first: bool
     token_count: int
     keys: TokenKeys | None
-    """None for a block on SSD that this process has not seen whole yet."""
+    """None for a block on SSD that this process has not fully seen yet."""
 
 
 class Left(NamedTuple):
@@ -43,30 +42,30 @@ class Left(NamedTuple):
 
 
 class RootsKnown(NamedTuple):
-    """Whose chains begin below which roots."""
+    """Which tenants' chains begin below which roots."""
 
     scopes: tuple[tuple[BlockHash, CacheScope], ...]
 
 
 class RootForgotten(NamedTuple):
-    """Nothing new begins below this root, unless it becomes known again."""
+    """No new block begins below this root, unless the root becomes known again."""
 
     root: BlockHash
 
 
 class ListingBegan(NamedTuple):
-    """All blocks are reported from here on, whether or not they were before."""
+    """All blocks are reported from here on, even those reported before."""
 
 
 class ListingEnded(NamedTuple):
-    """What was reported before the listing, and not since, is gone."""
+    """Blocks reported before the listing, and not again since, are gone."""
 
 
 Change = Came | Left | RootsKnown | RootForgotten | ListingBegan | ListingEnded
 
 
 class BlockLog:
-    """Of one prefix cache. Plain tuples, so that a step pays for an append and no more."""
+    """The log of one prefix cache. Changes are plain tuples, so a step pays only for an append."""
 
     def __init__(self, *, limit: int = LOG_LIMIT) -> None:
         self._limit = limit
@@ -76,7 +75,7 @@ class BlockLog:
         """Written by the inference thread alone."""
 
     def begin(self) -> None:
-        """Note changes from now on, after a listing's beginning and the roots that are known."""
+        """Note changes from now on, beginning with the start of a listing and the known roots."""
         self.is_on = True
         self.note(ListingBegan())
         self.note(RootsKnown(tuple(self._scopes.items())))
@@ -88,20 +87,20 @@ class BlockLog:
             self.note(RootsKnown(tuple(scopes.items())))
 
     def drop_root(self, root: BlockHash) -> None:
-        """A root's tenant is known no longer."""
+        """Forget a root, whose tenant is no longer known."""
         self._scopes.pop(root, None)
         if self.is_on:
             self.note(RootForgotten(root))
 
     def note(self, change: Change) -> None:
-        """Append a change; where there is no room for it nothing more is noted until the next `begin`."""
+        """Append a change. If there is no room, nothing more is noted until the next `begin`."""
         if len(self._changes) < self._limit:
             self._changes.append(change)
         else:
             self.is_on = False
 
     def take(self, *, limit: int) -> list[Change]:
-        """Return the oldest changes, at most so many."""
+        """Remove and return the oldest changes, at most `limit`."""
         count = min(limit, len(self._changes))
         return [self._changes.popleft() for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""Counters of the engine, in the shape they are shown in, and the averages behind some of them."""
+"""Counters of the engine, as stats show them, and the averages behind some of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def _last_times() -> collections.deque[float]:
 
 @dataclasses.dataclass(slots=True)
 class Counters:
-    """Kept by the engine's loop. `stats` is counted in; whoever is shown it gets a copy. Times in seconds."""
+    """Kept by the engine loop, which counts in `stats`; readers get a copy. Times in seconds."""
 
     stats: EngineStats = dataclasses.field(default_factory=EngineStats)
     service: MovingAverage = dataclasses.field(default_factory=MovingAverage)
     """How long a request holds a slot."""
     prefill_rate: MovingAverage = dataclasses.field(default_factory=MovingAverage)
-    """Prompt tokens of a second."""
+    """Prompt tokens per second."""
     passes_s: collections.deque[float] = dataclasses.field(default_factory=_last_times)
-    """What the last passes took."""
+    """How long the latest passes took."""
     decode_steps_s: collections.deque[float] = dataclasses.field(default_factory=_last_times)
-    """The same of those with rows, which drew their next token."""
+    """The same for passes with rows that drew their next token."""

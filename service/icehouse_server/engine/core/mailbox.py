@@ -1,8 +1,7 @@
-"""Mailbox: the one way into an engine, and the messages that may come through it.
+"""Mailbox: the only way into an engine, and the messages that may come through it.
 
-Any thread puts messages in; the inference thread alone takes them out. New work is bounded by count; control
-messages (cancel, a query, a storage outcome) always fit, because each of their senders is bounded by work
-that was let in.
+Any thread puts messages in; only the inference thread takes them out. New work is bounded by count. Control
+messages (cancel, a query, a storage outcome) always fit, because accepted work bounds how many there can be.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ Item = TypeVar("Item")
 _FIRST_GAP_S = 0.002
 _BURST_GAP_S = 0.003
 _BURST_S = 0.02
-"""An idle engine waits for so long behind a request for a second one, behind that one for each of the next,
-and behind all of a burst together. The event loop takes about 0.5 ms for each call: begun at once, the first
-pass would be one prompt's alone, and the others would wait for it. With 1 ms and 10 ms in all five of 64
-bursts of 16 calls were cut apart, and their last first token came half again as late (2-core x86)."""
+"""How long an idle engine waits after a request for a second one, after that for each further one, and for a
+whole burst. The event loop takes about 0.5 ms per call: a pass begun at once would hold one prompt alone, and
+the others would wait for it. With waits of 1 ms and 10 ms in all, five of 64 bursts of 16 calls were split,
+and their last first token came half again as late (2-core x86)."""
 
 
 class Mailbox(Generic[Item]):
-    """A queue with one reader. `limit` bounds the new-work messages that wait in it. Mailboxes with the same
-    reader share `changed`, which is notified of each message."""
+    """A queue with one reader. At most `limit` new-work messages wait in it. Mailboxes with the same reader
+    share `changed`, which is notified of each message."""
 
     def __init__(self, *, limit: int, changed: threading.Condition | None = None) -> None:
         self.limit = limit
@@ -46,8 +45,8 @@ class Mailbox(Generic[Item]):
         self._closed = False
 
     def offer(self, message: Item, *, work_count: int = 1) -> bool:
-        """Put new work in, which counts as `work_count`; False, and nothing stored, when more than `limit`
-        would wait or it is closed."""
+        """Put new work in, which counts as `work_count`. Return False and store nothing if it is closed or
+        more than `limit` would wait."""
         with self.changed:
             if self._closed or self._work_count + work_count > self.limit:
                 return False
@@ -57,7 +56,7 @@ class Mailbox(Generic[Item]):
             return True
 
     def post(self, message: Item) -> bool:
-        """Put a control message in; False when it is closed."""
+        """Put a control message in; return False if the mailbox is closed."""
         with self.changed:
             if self._closed:
                 return False
@@ -66,14 +65,14 @@ class Mailbox(Generic[Item]):
             return True
 
     def take_all(self, *, timeout_s: float) -> list[Item]:
-        """Return what waits, oldest first, after waiting at most `timeout_s` for something to come."""
+        """Return the waiting messages, oldest first; if there are none, wait up to `timeout_s` for one."""
         with self.changed:
             if not self._messages and timeout_s > 0:
                 self.changed.wait(timeout_s)
             return self._drain()
 
     def close(self) -> list[Item]:
-        """Close it for good and return what was left in it."""
+        """Close the mailbox for good and return what was left in it."""
         with self.changed:
             self._closed = True
             return self._drain()
@@ -89,19 +88,18 @@ class Mailbox(Generic[Item]):
 
 
 class BurstWait:
-    """How an idle engine waits for more behind the first work, so that one pass has it all.
+    """How an idle engine waits for more requests after the first, so that one pass takes them all.
 
-    It does not where more than `alone_limit` requests in a row ran alone: nobody is to be expected.
+    After more than `alone_limit` requests in a row that ran alone it stops waiting: no others are expected.
     """
 
     def __init__(self, alone_limit: int | None) -> None:
         self._alone_limit = math.inf if alone_limit is None else alone_limit
         self._alone_count = 0
-        """Requests in a row that nothing came behind, before they ended."""
+        """Requests in a row that no other request followed."""
 
     def rest(self, mailbox: Mailbox[Item], clock: Clock, is_idle: bool, work_count: int) -> list[Item]:
-        """Return what comes right behind `work_count` messages of work that have just come; nothing where
-        the engine was not idle."""
+        """Return what arrives right after `work_count` work messages; nothing if the engine was not idle."""
         self._alone_count = self._alone_count + 1 if is_idle and work_count == 1 else 0
         if not is_idle or self._alone_count > self._alone_limit:
             return []
@@ -121,7 +119,7 @@ class BurstWait:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submit:
-    """New work: a request, and others for the same prompt that are taken in with it or not at all."""
+    """New work: a request, and others for the same prompt; all are accepted, or none."""
 
     request: GenerationRequest
     siblings: tuple[GenerationRequest, ...] = ()
@@ -133,7 +131,7 @@ class Submit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for this request any more; `error` is what its caller gets."""
+    """End a request that nobody waits for any more; its caller gets `error`."""
 
     request_id: RequestId
     error: IcehouseError
@@ -141,14 +139,14 @@ class Cancel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueryStats:
-    """Call `reply` on the inference thread with a snapshot; it must not block."""
+    """Call `reply` with a snapshot, on the inference thread; it must not block."""
 
     reply: Callable[[EngineStats, CacheStats | None], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """Carry out a command to the prefix cache and call `reply` once; it must not block."""
+    """Run a command on the prefix cache and call `reply` once; it must not block."""
 
     command: CacheCommand
     reply: Callable[[CacheAnswer | IcehouseError], None]
@@ -156,7 +154,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drain:
-    """Refuse new work, finish what runs until `deadline_time` (`Clock.monotonic`), then stop."""
+    """Refuse new work, let running requests go on until `deadline_time` (`Clock.monotonic`), then stop."""
 
     deadline_time: float
 

@@ -1,4 +1,4 @@
-"""Memory budget: one limit for all engines of a process, and what each of them holds of it. Sizes in bytes.
+"""Memory budget: one limit for all engines of a process, and what each of them uses of it. Sizes in bytes.
 
 Inference thread only.
 """
@@ -10,19 +10,19 @@ from collections.abc import Callable
 
 
 class MemoryBudget:
-    """A `limit_bytes` of 0 is no limit."""
+    """A `limit_bytes` of 0 means no limit."""
 
     def __init__(self, limit_bytes: int = 0) -> None:
         self.limit_bytes = limit_bytes
         self._shares: list[BudgetShare] = []
 
     def enter(self) -> BudgetShare:
-        """Return the share of an engine that begins to load."""
+        """Return a share for an engine that begins to load."""
         self._shares.append(BudgetShare(self))
         return self._shares[-1]
 
     def leave(self, share: BudgetShare) -> None:
-        """Forget an engine that holds nothing any more."""
+        """Forget an engine that no longer holds anything."""
         self._shares.remove(share)
 
     def others(self, share: BudgetShare) -> list[BudgetShare]:
@@ -33,27 +33,27 @@ class MemoryBudget:
 
 
 class BudgetShare:
-    """What one engine holds, as it tells, and what that leaves to it of the others'."""
+    """What one engine holds, by its own account, and what the others leave to it."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self.budget = budget
         self.fixed_bytes = 0
-        """Weights and pages: until the model goes."""
+        """Weights and fixed pools: held until the model goes."""
         self.reserved_bytes = 0
         """What is still to be loaded."""
         self.varying_bytes: Callable[[], int] = lambda: 0
-        """KV of sequences and blocks that is not in pages, and images' vectors."""
+        """KV of sequences and of cached blocks, and image vectors."""
         self.promised_bytes: Callable[[], int] = lambda: 0
-        """KV that its running sequences were admitted for and do not hold yet."""
+        """KV that running sequences were admitted for but do not hold yet."""
         self.is_idle: Callable[[], bool] = lambda: False
         self.yield_pages: Callable[[int], int] = lambda size_bytes: 0
-        """Gives back pages that nobody refers to, of this size if there are so many; returns how much."""
+        """Gives back free pages, of this size if there are enough; returns how many bytes."""
         self.yield_ram: Callable[[int], int] = lambda size_bytes: 0
-        """Drops blocks of at least this size, the oldest first; returns the bytes that are free for other
-        engines then."""
+        """Drops cached blocks of at least this size, oldest first; returns the bytes that other engines
+        gain."""
 
         self.waits_since: float | None = None
-        """Since when nothing runs here for want of memory; None while that is not so. `Clock.monotonic`."""
+        """Since when nothing has run here for lack of memory (`Clock.monotonic`); None otherwise."""
 
     @property
     def others_promised_bytes(self) -> int:
@@ -62,13 +62,13 @@ class BudgetShare:
 
     @property
     def others_work(self) -> bool:
-        """Whether another engine is at work, which will give memory back."""
+        """Whether another engine is working, and so will give memory back."""
         return any(not other.is_idle() for other in self.budget.others(self))
 
     @property
     def must_wait(self) -> bool:
-        """Whether what comes free is another engine's, which has waited longer and can run nothing. This one
-        starts nothing new until then, or whoever is always at work would keep all."""
+        """Whether freed memory belongs to another engine, which has waited longer and can run nothing. Until
+        then this one starts nothing new, or an engine that never pauses would keep it all."""
         since = math.inf if self.waits_since is None else self.waits_since
         return any(
             other.waits_since is not None and other.waits_since < since and other.is_idle()
@@ -82,22 +82,22 @@ class BudgetShare:
 
     @property
     def limit_bytes(self) -> int:
-        """What is left to this engine by what the others hold and load; 0 is no limit."""
+        """What the others, with what they are still loading, leave to this engine; 0 means no limit."""
         if not self.budget.limit_bytes:
             return 0
         return max(1, self.budget.limit_bytes - self._loading_bytes - self.others_bytes)
 
     @property
     def most_bytes(self) -> int:
-        """What it could have if the others had but their models; 0 is no limit."""
+        """What this engine could have if the others held only their models; 0 means no limit."""
         if not self.budget.limit_bytes:
             return 0
         fixed = sum(other.fixed_bytes + other.reserved_bytes for other in self.budget.others(self))
         return max(1, self.budget.limit_bytes - fixed)
 
     def excess_bytes(self, used_bytes: int) -> int:
-        """Return by how much the limit would be passed if all engines together used so much, once others have
-        given back free pages, and idle ones blocks in RAM."""
+        """Return by how much `used_bytes` of all engines would exceed the limit, after the others have given
+        back free pages, and idle ones their blocks in RAM."""
         if not self.budget.limit_bytes:
             return 0
         excess = used_bytes + self._loading_bytes - self.budget.limit_bytes
@@ -111,11 +111,11 @@ class BudgetShare:
         return max(0, excess)
 
     def room_bytes(self, active_bytes: int) -> int:
-        """Return what may be allocated at once where all engines use so much, and none gives way."""
+        """Return how much may be allocated while all engines use `active_bytes` and none gives way."""
         return max(0, self.budget.limit_bytes - self._loading_bytes - active_bytes)
 
     def yield_others(self, size_bytes: int) -> int:
-        """Have other engines that are at work give up blocks in RAM; return the bytes that are free then."""
+        """Have other engines, busy ones too, drop blocks in RAM; return how many bytes that freed."""
         freed_bytes = 0
         for other in self.budget.others(self):
             if freed_bytes < size_bytes:

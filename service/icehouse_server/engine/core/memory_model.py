@@ -1,6 +1,6 @@
-"""Memory model: what a request needs on the device, estimated, against what it may use.
+"""Memory model: estimates the device memory that a request needs.
 
-Pure arithmetic over the model's facts; the runner measures, this predicts. Sizes in bytes.
+Pure arithmetic over facts about the model: the runner measures, this predicts. Sizes in bytes.
 """
 
 from __future__ import annotations
@@ -23,26 +23,24 @@ _HEAD_SIZE = ("head_dim", "attention_head_dim", "head_size")
 _FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "ffn_hidden_size")
 _VOCABULARY = ("vocab_size", "padded_vocab_size", "n_vocab")
 _LIVE_FEED_FORWARD_COPIES = 4
-"""Gate, up, their product and one more while they are computed."""
+"""Gate, up, their product, and one more during the computation."""
 _LIVE_HIDDEN_COPIES = 20
-"""Residual, norm, q, k, v, attention out and feed-forward out, counted double and more, because attention
-is often twice as wide as the hidden size and a convolution computes three parts at once.
-"""
+"""Residual, norm, q, k, v, attention out and feed-forward out, counted more than twice, because attention is
+often twice as wide as the hidden size and a convolution computes three parts at once."""
 _LIVE_LOGIT_COPIES = 5
-"""Logits, their float32 form, the negative of it and the order that finds the likeliest ones."""
+"""Logits, their float32 copy, its negative, and the order that finds the likeliest ones."""
 _SCORE_COPIES = 2
-"""Attention scores and their softmax, where the kernel writes them out."""
+"""Attention scores and their softmax, if the kernel writes them out."""
 _GROWING_LAYERS = 2
-"""Layers whose KV exists twice while a cache grows: one is copied at a time, and hybrids have fewer
-layers with KV than layers. Without it estimates were down to 0.4 of the peak where a cache grew. With it
-they are 1.2 times the peak at least, and up to 6 times where nothing grows, for llama, lfm2 and gemma3 of
-width 256, over chunks of 32, 72 and 128 tokens at contexts up to 640 (mlx 0.32.4, x86).
-"""
+"""Layers whose KV exists twice while a cache grows: one is copied at a time, and in hybrids only some layers
+have KV. Without this, estimates were as low as 0.4 of the peak while a cache grew. With it they are at least
+1.2 times the peak, and up to 6 times while nothing grows (llama, lfm2 and gemma3 of width 256; chunks of 32,
+72 and 128 tokens; contexts up to 640; mlx 0.32.4, x86)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model's transients are made of. Counts; `compute_bytes` per activation value."""
+    """What a model's temporary arrays depend on. Counts, and `compute_bytes` per activation value."""
 
     hidden_size: int
     layer_count: int
@@ -51,11 +49,11 @@ class ModelShape:
     vocabulary_size: int
     compute_bytes: int
     keeps_scores: bool
-    """The device's attention writes out scores for chunk x context (the CPU build does)."""
+    """Whether the device's attention writes out its scores, chunk x context (MLX's CPU build does)."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, compute_bytes: int, keeps_scores: bool) -> ModelShape:
-        """Read config.json, nested text configs and old names too. Missing facts become 0 or guesses."""
+        """Read config.json, also nested text configs and old names. Missing facts become 0 or guesses."""
         hidden = find_int(config, _HIDDEN) or 0
         return cls(
             hidden_size=hidden,
@@ -69,15 +67,15 @@ class ModelShape:
 
 
 def head_size_of(config: Mapping[str, Any]) -> int:
-    """Return the width of an attention head by config.json; 0 when it does not say."""
+    """Return the width of an attention head according to config.json; 0 if it does not say."""
     return find_int(config, _HEAD_SIZE) or (find_int(config, _HIDDEN) or 0) // (find_int(config, _HEADS) or 1)
 
 
 def keeps_scores(*, device: str, head_size: int, compute_bytes: int) -> bool:
-    """Return whether attention over a chunk writes out its scores, for want of a fused kernel.
+    """Return whether attention over a chunk writes out its scores, for lack of a fused kernel.
 
-    As of MLX 0.32: Metal uses one for head sizes of 64, 72, 80, 96 and 128, CUDA (cuDNN) for multiples of 8
-    up to 128 in 16 bits, the CPU none. `device` is "cpu", "metal" or "cuda"; a `head_size` of 0 is unknown.
+    As of MLX 0.32, Metal has one for head sizes of 64, 72, 80, 96 and 128, CUDA (cuDNN) for multiples of 8 up
+    to 128 in 16 bits, the CPU none. `device` is "cpu", "metal" or "cuda"; a `head_size` of 0 is unknown.
     """
     if device == "metal":
         return head_size not in _METAL_HEAD_SIZES
@@ -88,15 +86,15 @@ def keeps_scores(*, device: str, head_size: int, compute_bytes: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TowerShape:
-    """What the temporary arrays of a vision tower are made of, which runs layer by layer. Counts."""
+    """What the temporary arrays of a vision tower, which runs layer by layer, depend on. Counts."""
 
     hidden_size: int
     feed_forward_size: int
     head_count: int
     patch_size: int
-    """Pixels of a patch's side."""
+    """Side length in pixels."""
     vector_size: int
-    """Values that it gives for each token."""
+    """Values per token that it produces."""
     compute_bytes: int
     keeps_scores: bool
 
@@ -111,8 +109,8 @@ class TowerShape:
         return values * self.compute_bytes + image.size_bytes
 
     def _patches(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return how many runs of patches an image is, and the patches of one that attend to each other: of
-        pixels in tiles, [..., channels, height, width], or of runs of patches, [runs, patches, values]."""
+        """Return how many runs of patches an image has, and how many patches of a run attend to each other.
+        The shape is [..., channels, height, width] for pixels in tiles, or [runs, patches, values]."""
         if len(shape) < 4:
             return math.prod(shape[:-2]), shape[-2]
         height, width = shape[-2:]
@@ -129,29 +127,29 @@ class DraftFootprint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """Predicts KV and transients of one model."""
+    """What KV and temporary arrays of one model take."""
 
     shape: ModelShape
     kv_bytes_per_token: int
     """Over all layers of unlimited context, as measured on the first tokens."""
     fixed_bytes_per_sequence: int
-    """Windows when they are full, and recurrent states."""
+    """Full windows, and recurrent states."""
     room_step_token_count: int = 1
-    """A sequence has room for multiples of so many tokens: of a page, or of what mlx-lm's arrays grow by."""
+    """Room for a sequence grows in steps of so many tokens: a page, or the step of mlx-lm's arrays."""
     copies_to_grow: bool = False
-    """Whether arrays that grow are copied; pages are added."""
+    """Whether growing copies: arrays are copied, pages are not."""
     pool_bytes: int = 0
-    """What all KV is in, where that was made at once; 0 where it grows."""
+    """Size of a pool that was allocated at once for all KV; 0 if it grows."""
     attended_bytes_per_token: int = 0
-    """What attention makes of the KV that it reads, in one layer, for each token of the context."""
+    """Bytes that attention in one layer allocates for the KV that it reads, per token of context."""
     draft: DraftFootprint = DraftFootprint()
     tower: TowerShape | None = None
-    """What makes vectors of images, where the model sees any."""
+    """The tower that encodes images, if the model has one."""
 
     @classmethod
     def by_config(cls, config: Mapping[str, Any], *, compute_bytes: int, device: str) -> MemoryModel:
-        """Return what config.json lets expect before the model is loaded: never too little where all layers
-        keep every token, and too much where some do not."""
+        """Return an estimate from config.json before the model is loaded: never too low if all layers keep
+        every token, and too high if some do not."""
         head_size = head_size_of(config)
         is_kept = keeps_scores(device=device, head_size=head_size, compute_bytes=compute_bytes)
         shape = ModelShape.of(config, compute_bytes=compute_bytes, keeps_scores=is_kept)
@@ -163,21 +161,21 @@ class MemoryModel:
         )
 
     def image_bytes(self, image: ImageInput) -> int:
-        """Return what the largest step of an image's encoding takes, its vectors included."""
+        """Return the peak memory of encoding an image, its vectors included."""
         return 0 if self.tower is None else self.tower.encode_bytes(image)
 
     def kv_bytes(self, token_count: int) -> int:
-        """Return what one sequence holds that has so many tokens now."""
+        """Return what a sequence of so many tokens holds."""
         return self.kv_bytes_per_token * self._room(token_count) + self.fixed_bytes_per_sequence
 
     def growth_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
-        """Return what KV takes more for a chunk that ends at this context, copies included.
+        """Return how much KV grows for a chunk that ends at this context, copies included.
 
-        Windows and states are written anew by every chunk, beside the old ones.
+        Every chunk writes windows and states anew, beside the old ones.
         """
         after = self._room(context_token_count)
         added = after - self._room(context_token_count - chunk_token_count)
-        if self.copies_to_grow:  # by whole steps behind the tokens that there are, wherever these end
+        if self.copies_to_grow:  # by whole steps after the existing tokens, wherever these end
             added = self._room(chunk_token_count)
             added += min(after, _GROWING_LAYERS * after // max(1, self.shape.layer_count))
         return self.kv_bytes_per_token * added + self.fixed_bytes_per_sequence
@@ -195,30 +193,30 @@ class MemoryModel:
         return size_bytes + self.attended_bytes_per_token * context_token_count
 
     def pass_token_count(self, *, budget_bytes: int) -> int:
-        """Return for how many tokens of several chunks the activations of one pass fit the budget."""
+        """Return for how many tokens, of several chunks, the activations of one pass fit the budget."""
         return budget_bytes // max(1, self._activation_bytes)
 
     @property
     def _activation_bytes(self) -> int:
-        """Of one token, while it goes through a layer."""
+        """Activations of one token in a layer."""
         shape = self.shape
         values = _LIVE_HIDDEN_COPIES * shape.hidden_size + _LIVE_FEED_FORWARD_COPIES * shape.feed_forward_size
         return values * shape.compute_bytes
 
     def logits_bytes(self, token_count: int) -> int:
-        """Return what the logits of so many tokens take while their log probabilities are read."""
+        """Return what the logits of so many tokens take while their log probabilities are computed."""
         return _LIVE_LOGIT_COPIES * 4 * self.shape.vocabulary_size * token_count
 
     def measured_token_count(self, *, budget_bytes: int, block_token_count: int) -> int:
         """Return how many tokens' logits fit the budget: at least one, and a divisor or a multiple of the
-        block size, so that a chunk ends wherever a block does."""
+        block size, so that chunks can end where blocks do."""
         fitting = max(1, budget_bytes // max(1, self.logits_bytes(1)))
         if fitting >= block_token_count:
             return fitting // block_token_count * block_token_count
         return next(n for n in range(fitting, 0, -1) if block_token_count % n == 0)
 
     def request_bytes(self, *, token_count: int, chunk_token_count: int) -> int:
-        """Return the most a request of this many tokens, output included, needs at once."""
+        """Return the peak memory of a request of this many tokens, output included."""
         chunk = min(chunk_token_count, token_count)
         return (
             self.kv_bytes(token_count - chunk)
@@ -228,14 +226,14 @@ class MemoryModel:
 
 
 def value_bytes(config: Mapping[str, Any]) -> int:
-    """Return the bytes of a floating number as config.json has it, or of 16 bits where it does not say."""
+    """Return the bytes of a floating-point value according to config.json, or 2 if it does not say."""
     scopes = [config, *(config[key] for key in _NESTED if isinstance(config.get(key), dict))]
     named = (scope.get(key) for scope in scopes for key in ("torch_dtype", "dtype"))
     return 4 if "float32" in named else 2
 
 
 def find_int(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    """Return the first of `names` that is a number in the config or in a text config inside it."""
+    """Return the first of `names` that has an integer value in the config or in a text config inside it."""
     scopes = [config, *(config[key] for key in _NESTED if isinstance(config.get(key), dict))]
     for scope in scopes:
         for name in names:

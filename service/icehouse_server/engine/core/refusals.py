@@ -1,4 +1,4 @@
-"""Refusals: what callers hear when their request ends otherwise than by its own output."""
+"""Refusals: the errors that callers get if their request does not end by its own output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMMANDS_RETRY_S = 1.0
 
 
 def commands_waiting(count: int) -> Overloaded:
-    """So many commands of the prefix cache wait for the inference thread that no more may."""
+    """Too many commands of the prefix cache wait for the inference thread."""
     return Overloaded(
         Reason.QUEUE_FULL,
         f"{count} commands of the prefix cache wait for their turn; try again later",
@@ -38,12 +38,12 @@ def past_deadline(sequence: Sequence, now: float) -> DeadlineExceeded:
 
 
 def cancelled_by_client() -> Cancelled:
-    """The client went away; nobody hears this."""
+    """The client went away, so nobody sees this."""
     return Cancelled(Reason.CANCELLED, "the client cancelled the call or went away")
 
 
 def shutting_down() -> Unavailable:
-    """The request came while the server drains."""
+    """The request arrived while the server drains."""
     return Unavailable(Reason.DRAINING, "the server is shutting down; try another replica")
 
 
@@ -53,7 +53,7 @@ def stopped_before_done() -> Unavailable:
 
 
 def engine_failed() -> EngineFailed:
-    """The inference loop died. Why may name folders and insides, so only the log says it."""
+    """The inference loop died. The reason may name folders and internals, so it is only logged."""
     return EngineFailed(
         Reason.ENGINE_FAILED, "the inference loop failed and the server is ending; its log says why"
     )
@@ -69,7 +69,7 @@ def rank_lost(detail: str) -> Unavailable:
 
 
 def logits_not_finite(drawn_count: int) -> ModelOutputInvalid:
-    """The model's logits for a token are NaN or without bounds, so nothing can be drawn from them."""
+    """The model's logits for a token are NaN or infinite, so nothing can be drawn from them."""
     return ModelOutputInvalid(
         Reason.LOGITS_NOT_FINITE,
         f"the model's logits for output token {drawn_count} are NaN or infinite, so the output cannot go on; "
@@ -79,7 +79,7 @@ def logits_not_finite(drawn_count: int) -> ModelOutputInvalid:
 
 
 def vector_not_finite() -> ModelOutputInvalid:
-    """An encoder's numbers for a text are NaN or without bounds."""
+    """An encoder's numbers for a text are NaN or infinite."""
     return ModelOutputInvalid(
         Reason.LOGITS_NOT_FINITE,
         "the model's numbers for this text are NaN or infinite; a model with damaged weights does this, or "
@@ -88,7 +88,7 @@ def vector_not_finite() -> ModelOutputInvalid:
 
 
 def too_many_completions(count: int, limit: int) -> InvalidRequest:
-    """A request's completions wait together, and even an empty queue does not hold so many."""
+    """A request's completions wait together, and not even an empty queue holds so many."""
     return InvalidRequest(
         Reason.PARAMETER_OUT_OF_RANGE,
         f"completions is {count}; here at most {limit} requests may wait, so ask for fewer",

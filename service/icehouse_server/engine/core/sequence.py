@@ -1,4 +1,4 @@
-"""Sequence: one request while it lives in the engine (inference thread)."""
+"""Sequence: a request during its life in the engine (inference thread)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from icehouse_server.text.detokenizer import Decode, TextStream
 
 
 class Phase(enum.Enum):
-    """Where a sequence is; it moves down this list, and back to WAITING when it is parked."""
+    """A sequence's phase. It moves down this list, and back to WAITING when it is parked."""
 
     WAITING = enum.auto()
     FOLLOWING = enum.auto()
@@ -50,66 +50,66 @@ class Sequence:
     request: GenerationRequest
     text: TextStream
     output_token_limit: int
-    """`max_output_tokens`, or less when the context ends first."""
+    """`max_output_tokens`, or less if the context ends first."""
     input_token_ids: tuple[int, ...] = ()
-    """What is prefilled: the prompt, and after being parked the output so far behind it."""
+    """The tokens to prefill: the prompt, and after parking also the output so far."""
     input_keys: TokenKeys = ()
-    """The same as the prefix cache knows it."""
+    """The same tokens as the prefix cache knows them."""
     rope_positions: RopePositions | None = None
-    """Where images are a grid to the model."""
+    """Set if the model places images on a grid."""
     has_started: bool = False
-    """`Started` was published; a parked sequence does not start twice."""
+    """Whether `Started` was published; a parked sequence does not start twice."""
     park_count: int = 0
     fed_ahead_count: int = 0
-    """Tokens from the last known one on that were fed already, so their KV exists."""
+    """How many tokens, from the last known one on, were already fed, so that their KV exists."""
     drafts: DraftCounts = NO_DRAFTS
     phase: Phase = Phase.WAITING
     processed_token_count: int = 0
     """Input tokens whose KV exists and may be kept, reused ones included."""
     loading_token_count: int = 0
-    """Tokens whose pages are reserved for its blocks on SSD while these are read; else 0."""
+    """Tokens whose pages are reserved while its blocks are read from SSD; else 0."""
     encoded_token_count: int = 0
     """Input tokens up to which the runner has the vectors of its images."""
     capture_points: list[int] = dataclasses.field(default_factory=list)
-    """Input positions where its prefill stops to leave a tail: there, those that wait for it part from it."""
+    """Input positions where prefill stops to keep a tail, since followers branch off there."""
     border_points: tuple[int, ...] = ()
-    """Of these, borders of messages, where a checkpoint is kept."""
+    """Those of them that are message borders, where a checkpoint is kept."""
     overtaken_token_count: int = 0
     """Input tokens of younger sequences that ran while this one's waited."""
     passed_count: int = 0
-    """How many others were let in before it, though it was their turn, because they fit and it did not."""
+    """How many others were admitted ahead of it, out of turn, because they fit in memory and it did not."""
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     undelivered_token_ids: list[int] = dataclasses.field(default_factory=list)
     undelivered_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprob_count: int = 0
-    """Prompt tokens behind the first whose log probabilities were published."""
+    """Prompt tokens after the first whose log probabilities were published."""
     unread_chunk_count: int = 0
-    """Chunks that ran, or run, to be measured or pooled, of which that is not known yet."""
+    """Chunks dispatched to be measured or pooled whose results are not in yet."""
     measured_token_count: int = 0
-    """Input tokens of which it is known what they say of those behind them."""
+    """Input tokens whose measurements are known."""
     cache: CacheReport = dataclasses.field(default_factory=CacheReport)
     chain: list[BlockHash] = dataclasses.field(default_factory=list)
-    """Hashes of the full blocks behind it, reused or computed."""
+    """Hashes of its full blocks so far, reused or computed."""
     shared_chain: list[BlockHash] = dataclasses.field(default_factory=list)
-    """By the names of the tenant it shares with, the blocks it began with; they may stand for its own."""
+    """The blocks it began with, by the names of the tenant that shares them; they may stand for its own."""
     unpromoted: collections.deque[tuple[BlockHash, Mapping[RegionKind, Region]]] = dataclasses.field(
         default_factory=collections.deque
     )
     """Regions that it read from SSD and that are not promoted to RAM yet."""
     promoted_token_count: int = 0
-    """Of a warm-up: tokens that it read from SSD and that are in RAM since."""
+    """For a warm-up: tokens that it read from SSD and that are now in RAM."""
     pooled: Vector | None = None
-    """What the hidden states of its tokens so far came to, where they are asked for: a sum, or the last."""
+    """Pooled hidden states of its tokens so far, if asked for: a sum, or the last token's."""
     admitted_time: float = 0.0
     first_token_time: float | None = None
     has_finished: bool = False
-    """Its end was published; what it held is about to be given back."""
+    """Its end was published; what it holds is about to be given back."""
 
     @classmethod
     def of(
         cls, request: GenerationRequest, *, sequence_id: SequenceId, decode: Decode, context_token_limit: int
     ) -> Sequence:
-        """Return a sequence that waits, its output bounded by what is left of the context."""
+        """Return a waiting sequence, whose output is limited by the rest of the context."""
         prompt = request.prompt_token_ids
         return cls(
             sequence_id=sequence_id,
@@ -132,8 +132,8 @@ class Sequence:
 
     @property
     def prefill_target(self) -> int:
-        """Input tokens whose KV is stored for others: a repeated prompt runs its last one anew,
-        since the next token is drawn from it."""
+        """How many input tokens get KV that is stored for others. Even a repeated prompt runs its last token
+        again, since the next one is drawn from it."""
         return len(self.input_token_ids) - (1 if self.request.pooling is None else 0)
 
     @property
@@ -143,7 +143,7 @@ class Sequence:
 
     @property
     def input_end(self) -> int:
-        """Where the last chunk of the input ends: behind the last token, if one is drawn from it."""
+        """Where the input's last chunk ends: after the last token, if an output token is drawn from it."""
         draws = self.output_token_limit > 0 and self.request.pooling is None
         return len(self.input_token_ids) if draws else self.prefill_target
 
@@ -158,14 +158,13 @@ class Sequence:
 
     @property
     def is_all_reported(self) -> bool:
-        """Whether nothing is drawn of it, its prompt has run and what was asked of that is known."""
+        """Whether it draws no tokens, its prompt has run and everything asked of the prompt is known."""
         is_read = self.is_prefilled and not self.unread_chunk_count
         return is_read and self.output_token_limit == 0 and self.phase is not Phase.ENDED
 
     @property
     def next_image(self) -> ImageSpan | None:
-        """The first image of which tokens are still to run and no vectors are there: its prefill stops before
-        it."""
+        """The first image with tokens still to run and no vectors yet; prefill stops before it."""
         reached = max(self.processed_token_count, self.encoded_token_count)
         return next((span for span in self.request.images if span.end_token_index > reached), None)
 
@@ -177,27 +176,27 @@ class Sequence:
 
     @property
     def kv_token_count(self) -> int:
-        """Tokens in the sequence's caches: of the prompt, of the output, and of guesses not published yet."""
+        """Tokens in the sequence's caches: prompt, output, and guesses that are not published yet."""
         if self.phase is not Phase.DECODING:
             return self.processed_token_count
         return self.token_count - 1 + self.fed_ahead_count
 
     @property
     def token_count(self) -> int:
-        """Tokens of the prompt, and of the output so far."""
+        """Tokens of the prompt and of the output so far."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def measures_prompt(self) -> bool:
-        """Whether its next tokens run for the log probabilities of the prompt, so none may be reused."""
+        """Whether its next tokens run to get the prompt's log probabilities, so that none may be reused."""
         wanted = self.request.logprobs
         if wanted is None or not wanted.of_prompt:
             return False
         return self.prompt_logprob_count < len(self.request.prompt_token_ids) - 1
 
     def take_prompt_logprobs(self, measured: ReadSequence[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-        """Take what the next tokens say of those behind them; return what was not published before, which is
-        less where the sequence was parked meanwhile and computes again."""
+        """Take the log probabilities of the next tokens. Return those not published before: fewer if the
+        sequence was parked and computes some again."""
         self.unread_chunk_count -= 1
         new = tuple(measured[max(0, self.prompt_logprob_count - self.measured_token_count) :])
         self.measured_token_count += len(measured)
@@ -205,7 +204,7 @@ class Sequence:
         return new
 
     def take_pooled(self, part: Vector) -> None:
-        """Take what the next tokens' hidden states came to."""
+        """Take the pooled hidden states of the next tokens."""
         self.unread_chunk_count -= 1
         if self.pooled is None or self.request.pooling is Pooling.LAST_TOKEN:
             self.pooled = part
@@ -214,18 +213,18 @@ class Sequence:
 
     @property
     def embedding(self) -> Vector | None:
-        """The pooled hidden states of all its tokens; None where nobody asked."""
+        """The pooled hidden states of all its tokens; None if nobody asked for them."""
         if self.pooled is None or self.request.pooling is not Pooling.MEAN:
             return self.pooled
         return self.pooled / np.float32(len(self.input_token_ids))
 
     def note_cache(self, report: CacheReport) -> None:
-        """Remember what was reused of the prompt; what a parked sequence resumes from is not that."""
+        """Remember how much of the prompt was reused. What a parked sequence resumes from does not count."""
         if not self.has_started:
             self.cache = report
 
     def park(self) -> None:
-        """Make everything so far the input of a later start. Its blocks were captured, its caches go."""
+        """Make all tokens so far the input of a later start. Its blocks were captured; its caches go."""
         self.input_token_ids = (*self.request.prompt_token_ids, *self.output_token_ids)
         self.input_keys = self.request.keys(self.input_token_ids)
         self.processed_token_count = self.encoded_token_count = 0
@@ -256,7 +255,7 @@ class Sequence:
         return (*head, *self.output_token_ids[max(0, start - len(prompt)) : stop - len(prompt)])
 
     def started(self) -> Started:
-        """Return the event for when the sequence leaves the queue and its prefix is known."""
+        """Return the event for leaving the queue, when the cached prefix is known."""
         return Started(
             prompt_token_count=len(self.request.prompt_token_ids),
             cache=self.cache,
@@ -264,7 +263,7 @@ class Sequence:
         )
 
     def usage(self, now: float) -> Usage:
-        """Account for the request as of `now`."""
+        """Return the request's usage as of `now`."""
         first = self.first_token_time if self.first_token_time is not None else now
         return Usage(
             prompt_token_count=len(self.request.prompt_token_ids),

@@ -1,4 +1,4 @@
-"""Steps: long work as a generator, which yields so that others have their turn in between."""
+"""Steps: long work as a generator, which yields so that others can have a turn."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from typing import TypeVar
 _Result = TypeVar("_Result")
 
 Steps = Generator[float | None, None, _Result]
-"""Yields for how many seconds it has nothing to do, or None where it could go on at once."""
+"""Yields for how many seconds it has nothing to do, or None if it could go on at once."""

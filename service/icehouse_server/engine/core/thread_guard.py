@@ -1,4 +1,4 @@
-"""Thread guard: the thread that may touch MLX is claimed once and checked at every call of the runner."""
+"""Thread guard: one thread claims MLX, and every call of the runner checks that it is on that thread."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import threading
 
 
 class OneThread:
-    """Raises when another thread than the claiming one comes by; a detector, not a lock."""
+    """Raises if another thread than the claiming one calls; a detector, not a lock."""
 
     def __init__(self) -> None:
         self._owner: int | None = None
 
     def claim(self) -> None:
-        """Make the calling thread the only one."""
+        """Make the calling thread the only one allowed."""
         self._owner = threading.get_ident()
 
     def check(self) -> None:

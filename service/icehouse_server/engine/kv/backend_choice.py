@@ -1,10 +1,10 @@
-"""Choice of the backend that attends to pages on this device: one is used once it is proved, at load, for one
-model's geometry.
+"""Choice of the backend that attends to pages on this device. A backend is used only after a trial at load
+has proved it for the model's geometry.
 
-In the trial the backend runs a few passes, dispatched one after the other without waiting, and so does a
-reference, which waits for each. Their outputs must be close and their pools equal in every number: what was
-written is where it belongs and nothing else changed. The pool is a few megabytes. All of it took 0.4 s for
-layers of eight KV heads of 128 on two x86 cores, so it is a generator: others go on between its parts.
+In the trial the backend runs a few passes, dispatched one after the other without waiting, and a reference
+runs the same passes and waits for each. Outputs must be close and pools equal in every number: everything
+written is in its place and nothing else changed. The pool is a few megabytes. The trial took 0.4 s for layers
+of eight KV heads of 128 on two x86 cores, so it is a generator: other work goes on between its parts.
 Inference thread.
 """
 
@@ -33,7 +33,7 @@ from icehouse_server.engine.attention.port import (
 _log = logging.getLogger("icehouse.engine")
 
 _CUDNN_HEAD_SIZE_LIMIT = 128
-"""What cuDNN attends to as of MLX 0.32, in 16 bits; the head size is a multiple of 8."""
+"""What cuDNN supports as of MLX 0.32, in 16 bits; the head size must be a multiple of 8."""
 
 _PASS_COUNT = 3
 _MOST_LAYERS = 3
@@ -41,22 +41,22 @@ _LONGEST = 300
 """Tokens of the longest row: enough that its keys are split."""
 _LONG_ROW = 4
 _CHUNK = 4
-"""Tokens that one of the rows brings in each pass."""
+"""Tokens that one of the rows adds in each pass."""
 _TOLERANCE = 0.02
-"""Of the largest number. 16-bit numbers are rounded and a reference may multiply in TF32; a key that is
-missed, or seen in vain, moves far more."""
+"""Relative to the largest number. 16-bit numbers are rounded and a reference may multiply in TF32. A key that
+is missed, or attended to wrongly, changes the result far more."""
 _SEED = 0
 
 
 def shapes_are_costly(shape: PoolShape) -> bool:
-    """Return whether the first attention of each shape waits for a plan to be built, as cuDNN's does."""
+    """Return whether the first attention of each shape waits for a plan to be built, as with cuDNN."""
     is_cudnn = shape.dtype.size == 2 and shape.head_size <= _CUDNN_HEAD_SIZE_LIMIT
     return is_cudnn and shape.head_size % 8 == 0 and find_backend() is Backend.CUDA
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometry:
-    """What kernels are proved for."""
+    """The geometry that kernels are proved for."""
 
     shape: PoolShape
     query_head_count: int
@@ -66,10 +66,9 @@ class Geometry:
 def kernels_for(
     shape: PoolShape, *, query_head_count: int, has_sinks: bool, proved: dict[Geometry, int]
 ) -> Generator[None, None, PagedAttention | None]:
-    """Return the device's kernels, where it has some and they are proved for such layers. Yields as `prove`
-    does.
+    """Return the device's kernels, if it has any that are proved for such layers. Yields as `prove` does.
 
-    `proved` says which of them were proved for what in this process, and is added to.
+    `proved` says which kernels were proved for which geometry in this process, and is added to.
     """
     if query_head_count % shape.kv_head_count:
         query_head_count = shape.kv_head_count  # config.json does not say
@@ -113,10 +112,10 @@ class _Pass:
 class _Trial:
     shape: PoolShape
     content: mx.array
-    """What the pool holds before."""
+    """The pool's numbers before the passes."""
     passes: tuple[_Pass, ...]
     calls: tuple[AttentionCall, ...]
-    """Each layer makes each of them."""
+    """Every layer makes each of these calls."""
 
 
 def prove(
@@ -127,7 +126,7 @@ def prove(
     reference: PagedAttention,
     has_sinks: bool = False,
 ) -> Generator[None, None, str]:
-    """Return why the backend must not be used for such a model on this device, "" where it is proved. Yields
+    """Return why the backend must not be used for such a model on this device, or "" if it is proved. Yields
     between parts of some 100 ms."""
     trial = yield from _prepare(
         dataclasses.replace(shape, layer_count=min(shape.layer_count, _MOST_LAYERS)),
@@ -147,7 +146,7 @@ def prove(
         return "the pages hold other numbers than what was written"
     for index, (output, right) in enumerate(zip(outputs, wanted, strict=True)):
         highest, apart = _largest(right), _largest(output.astype(mx.float32) - right.astype(mx.float32))
-        if not apart <= _TOLERANCE * highest:  # also where it is not a number
+        if not apart <= _TOLERANCE * highest:  # or where it is NaN
             call = trial.calls[index % len(trial.calls)]
             kind = f"window {call.window}, {'no ' if call.sinks is None else ''}sinks"
             return f"attention over pages ({kind}) is off by {apart:.3g} of {highest:.3g}"
@@ -161,8 +160,8 @@ def _largest(numbers: mx.array) -> float:
 def _run(
     trial: _Trial, backend: PagedAttention, *, waits: bool
 ) -> Generator[None, None, tuple[list[mx.array], list[mx.array]]]:
-    """Return the outputs of all passes, and the pool's numbers after them: all, and the long row's. Yields
-    after each pass where that is waited for; elsewhere nothing may come between them."""
+    """Return the outputs of all passes, and the pool's numbers after them: all pages, and the long row's.
+    With `waits`, yields after each pass; otherwise nothing may come between the passes."""
     shape = trial.shape
     pool = _TrialPool(shape, mx.zeros(trial.content.shape, shape.dtype), mx.zeros((1,), mx.int32))
     mx.eval(pool.array, pool.order)
@@ -181,7 +180,7 @@ def _run(
         outputs.extend(own)
     whole = backend.read_pages(pool, everything)
     size, last = shape.page_token_count, shape.layer_count - 1
-    # Without its first page, and some tokens more than it has.
+    # Without the row's first page, and with some tokens more than it has.
     row = backend.gather_row(
         pool, trial.passes[-1].places, row=_LONG_ROW, layer=last, first_token=size, key_count=_LONGEST + size
     )
@@ -191,7 +190,7 @@ def _run(
 def _outputs(
     trial: _Trial, backend: PagedAttention, pool: Pool, one: _Pass, layer: int, *, is_one_launch: bool
 ) -> Iterator[mx.array]:
-    """Write, then make each call; with `is_one_launch` the first of them writes as well."""
+    """Write, then make each call; with `is_one_launch` the first call writes as well."""
     if not is_one_launch:
         backend.write(pool, one.keys, one.values, one.places, layer=layer)
     for call in trial.calls:
@@ -223,10 +222,10 @@ def _prepare(shape: PoolShape, query_head_count: int, *, has_sinks: bool) -> Gen
 
 
 def _rows(page: int) -> tuple[list[list[int]], list[int], list[int]]:
-    """Return rows' pages, the position at which each goes on, and how many tokens it brings in each pass.
+    """Return each row's pages, the position at which it continues, and how many tokens it adds in each pass.
 
-    A row's first token; one that comes to a page's end; one that shares the first page of another; a chunk
-    across a page's border; a long one, which ends in the page that is a copy.
+    The rows: one at its first token; one that reaches a page's end; one that shares the first page of
+    another; a chunk across a page border; and a long one, which ends in the page that is a copy.
     """
     counts = [1, 1, 1, _CHUNK, 1]
     begins = [0, page - 1, page, max(page, 2 * page - 2), -(-_LONGEST // page) * page]

@@ -1,4 +1,4 @@
-"""Page groups of a model: which of its layers have KV that fits in pages, and which share a pool."""
+"""Page groups of a model: which of its layers have KV that fits in pages, and which of these share a pool."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from icehouse_server.engine.attention.port import PoolShape
 from icehouse_server.engine.kv_cache.cache_classes import Cache, PlainKv, RotatingKv, class_of, is_list
 
 PAGE_TOKEN_COUNT: Final = 64
-"""Tokens of a page at most; the most that a row can waste."""
+"""Maximum tokens of a page, and so the most that a row can waste."""
 _WINDOW_ROWS: Final = 256
 _PASS_TOKENS: Final = 8192
-"""Pools of windows begin with space for so many rows and for the tokens of one pass; a pool that has to grow
+"""Pools of windows begin with room for this many rows and for the tokens of one pass. A pool that has to grow
 is copied."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """Layers that share a pool and a run of pages in each row."""
+    """Layers that share a pool, and a run of pages in each row."""
 
     shape: PoolShape
     layers: Mapping[int, int]
-    """The layer's number in the pool, by the index of its cache among a row's caches."""
+    """The layer's number in the pool, by its cache's index among a row's caches."""
     window: int | None
 
 
@@ -39,9 +39,9 @@ def page_token_count_for(block_token_count: int) -> int:
 def groups_of(
     caches: Sequence[Cache], *, attending: Collection[int], page_token_count: int
 ) -> tuple[GroupFacts, ...]:
-    """Return the groups of a model; none where the KV of unlimited context is not all alike.
+    """Return the groups of a model; none if layers of unlimited context differ in their KV.
 
-    `caches` have some tokens; `attending` are the indices of those that only attention reads.
+    `caches` hold some tokens; `attending` has the indices of those that only attention reads.
     """
     groups: dict[tuple[int | None, int, int, mx.Dtype], list[int]] = {}
     for index in attending:
@@ -65,8 +65,8 @@ def groups_of(
 def pool_sizes(
     facts: Sequence[GroupFacts], *, size_bytes: int, array_limit_bytes: int | None = None
 ) -> list[int]:
-    """Return the bytes of each group's pool, of `size_bytes` in all. Windows get what many rows need and no
-    more, where other layers keep every token. No pool exceeds `array_limit_bytes`, as it is one array."""
+    """Return the size of each group's pool in bytes, `size_bytes` in all. If other layers keep every token,
+    windows get only what many rows need. No pool exceeds `array_limit_bytes`, since it is one array."""
     whole_bytes = sum(each.shape.page_bytes for each in facts)
     sizes = [size_bytes * each.shape.page_bytes // whole_bytes for each in facts]
     unlimited = [number for number, each in enumerate(facts) if each.window is None]
@@ -80,7 +80,7 @@ def pool_sizes(
 
 
 def _like(cache: Cache) -> tuple[int | None, int, int, mx.Dtype] | None:
-    """Return the window, KV heads, head size and type of a layer; None where it cannot be in pages."""
+    """Return the window, KV heads, head size and dtype of a layer; None if it cannot be in pages."""
     entry = class_of(cache)
     if not (isinstance(entry, RotatingKv) and not cache.keep) and not (
         isinstance(entry, PlainKv) and entry.is_plain

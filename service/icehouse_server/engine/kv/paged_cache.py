@@ -1,7 +1,7 @@
-"""Paged caches of a model: each is one layer's cache of one row, its keys and values in the page pool.
+"""Paged caches of a model: each is one layer's cache of one row, with keys and values in the page pool.
 
-They take the part of mlx-lm's caches in a row: a plain one, or one with a sliding window. Attention reads the
-pages by itself; keys and values that are asked for here are copied out. Inference thread only.
+They replace mlx-lm's caches in a row: plain ones, or ones with a sliding window. Attention reads the pages
+directly; keys and values that are asked for here are copied out. Inference thread only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PagedCache:
     __slots__ = ("layer", "run", "table")
 
     def __init__(self, table: PageTable, run: PageRun, layer: int) -> None:
-        """`layer` is counted within the run's pool."""
+        """`layer` is the layer's number within the run's pool."""
         self.table = table
         self.run = run
         self.layer = layer
@@ -36,7 +36,7 @@ class PagedCache:
 
     @property
     def state(self) -> Any:
-        """An array that is computed once everything was written."""
+        """An array that is computed once all writes are done."""
         return self.run.group.pool.order
 
     @property
@@ -69,7 +69,7 @@ class PagedCache:
 
 
 class PagedWindowCache(PagedCache):
-    """The same of a cache with a sliding window."""
+    """The same for a cache with a sliding window."""
 
     __slots__ = ()
     keep = 0
@@ -81,21 +81,21 @@ class PagedWindowCache(PagedCache):
         return window
 
     def make_mask(self, N: int, **asked: Any) -> Any:
-        """Return None: attention over pages knows the window."""
+        """Return None, since attention over pages knows the window."""
         if not asked.get("return_array"):
             return None
         return create_attention_mask(N, offset=self.offset, **{"window_size": self.max_size, **asked})
 
     def put(self, keys: mx.array, values: mx.array, *, token_count: int) -> None:
-        """Write the last of so many tokens, [1, heads, tokens, size], to new pages."""
-        # What its page has before them nobody sees. But it is read with a weight of 0, and memory that nobody
-        # has written may hold what is no number.
+        """Write the last of `token_count` tokens, [1, heads, tokens, size], to new pages."""
+        # No token sees what the page holds before these. But it is read with a weight of 0, and memory that
+        # was never written may hold NaN.
         unseen = (token_count - keys.shape[2]) % self.run.group.pool.shape.page_token_count
         before = [(0, 0), (0, 0), (unseen, 0), (0, 0)]
         keys, values = mx.pad(keys, before), mx.pad(values, before)
         count = keys.shape[2]
         run = self.run
-        if not run.pages:  # the first of the layers that share them allocates
+        if not run.pages:  # the first of the layers that share these pages allocates them
             run.skip(token_count - count)
             run.make_room(token_count)
         places = places_of([run], [token_count - count], [count])
@@ -106,7 +106,7 @@ class PagedWindowCache(PagedCache):
 
 
 class _PagedEntry(CacheClass):
-    """What the entries share. The row's table counts its tokens, so taking some back changes no cache."""
+    """Base of both entries. The row's table counts its tokens, so taking tokens back changes no cache."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ class PagedKv(_PagedEntry, PlainKv):
 
 
 class PagedWindowKv(_PagedEntry, RotatingKv):
-    """Entry of PagedWindowCache, which has up to a page more of tokens than its window."""
+    """Entry of PagedWindowCache, which keeps up to a page of tokens more than its window."""
 
     __slots__ = ()
 
@@ -157,7 +157,7 @@ class Paging:
     groups: tuple[PageGroup, ...]
 
     def caches(self, fresh: Sequence[Cache]) -> list[Cache]:
-        """Return a new row's caches: these, but paged ones with one new table where KV is in pages."""
+        """Return a new row's caches: `fresh`, but paged ones, on a new table, where KV is in pages."""
         table = PageTable(self.groups)
         caches = list(fresh)
         for run in table.runs:
@@ -173,7 +173,7 @@ class Paging:
 
     @property
     def bounded_bytes(self) -> int:
-        """Of pools that were allocated at once; 0 where they grow."""
+        """Size of the pools that were allocated at once; 0 if they grow."""
         pools = [group.pool for group in self.groups if group.pool.is_bounded]
         return sum(pool.page_count * pool.shape.page_bytes for pool in pools)
 
@@ -183,5 +183,5 @@ class Paging:
 
 
 def table_of(caches: Sequence[Cache]) -> PageTable:
-    """Return the page table of a row's caches; one that only counts where none of them is paged."""
+    """Return the page table of a row's caches; one that only counts if none of them is paged."""
     return next((cache.table for cache in caches if isinstance(cache, PagedCache)), PageTable())

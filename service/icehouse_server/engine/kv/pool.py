@@ -1,10 +1,10 @@
-"""Page pool: the KV of one group of layers, all rows' and all blocks', in one array of equal pages.
+"""Page pool: the KV of one group of layers, for all rows and all blocks, in one array of equal pages.
 
-A page belongs to those who refer to its `Page`: the tables of rows, the regions of blocks. Without a
-reference it is free. A pass in flight may still read it then, so it is handed out again only once the passes
-dispatched by that time have ended.
+A page belongs to whoever refers to its `Page`: row tables and block regions. Without a reference it is free.
+A pass in flight may still read a freed page, so it is handed out again only after all passes dispatched by
+then have ended.
 
-Inference thread only, except that the last reference to a page may go on any thread.
+Inference thread only, except that the last reference to a page may be dropped on any thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Page:
-    """One page, for as long as somebody refers to it."""
+    """One page, as long as somebody refers to it."""
 
     __slots__ = ("__weakref__", "_freed", "number")
 
@@ -45,36 +45,36 @@ class Page:
         self._freed.append(self.number)
 
     def move(self, number: int, freed: collections.deque[int]) -> None:
-        """Lie elsewhere from now on."""
+        """Give the page a new number, and a new list to report to when it is freed."""
         self.number, self._freed = number, freed
 
 
 class PagePool:
     """Pages of one geometry.
 
-    It is allocated at once, with all the memory that KV may take: growing means copying, which needs the old
-    and the new array at the same time, so the pool could never use more than half of the memory. The memory
-    guard admits nobody who would not fit. Where the limit is not known, or other models need memory too, it
-    begins small and doubles, as far as there is room.
+    The pool is allocated at once, with all the memory that KV may take. Growing means copying, with the old
+    and the new array in memory together, so a growing pool could never use more than half of the memory. The
+    memory guard admits no request that would not fit. If the limit is unknown, or other models need memory
+    too, the pool begins small and doubles while there is room.
     """
 
     def __init__(self, shape: PoolShape, *, passes: PassClock, size_bytes: int = 0) -> None:
-        """`size_bytes`: its size at first, and for good; 0 where it may grow."""
+        """`size_bytes` is its size at first, and for good; 0 if it may grow."""
         self.shape = shape
         self._passes = passes
         self._freed: collections.deque[int] = collections.deque()
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
-        """(pass, page): freed when so many passes had been dispatched."""
+        """(pass, page): the number of the last pass dispatched when the page was freed."""
         self._free: list[int] = []
         self._live: weakref.WeakValueDictionary[int, Page] = weakref.WeakValueDictionary()
         self.generation = 0
         """How often the array was replaced."""
         self.before_replaced: list[Callable[[], None]] = []
-        """Called before that: those who hold the array must let go of it, or its memory would not be free."""
+        """Called before the array is replaced. Its holders must drop it, or its memory would not be freed."""
         self.room_bytes: Callable[[], int] | None = None
-        """What may be allocated now besides; None where that is not known."""
+        """How much more may be allocated now; None if that is unknown."""
         self.is_bounded = size_bytes > 0
-        """Whether it has all the memory that it may take."""
+        """Whether it already has all the memory that it may take."""
         self.array = self._new_array(0)
         self.order = mx.zeros((1,), mx.int32)
         self.view: mx.array | None = None
@@ -90,7 +90,7 @@ class PagePool:
 
     @property
     def free_bytes(self) -> int:
-        """Of pages that nobody refers to."""
+        """Size of the pages that nobody refers to."""
         return (len(self._free) + len(self._waiting) + len(self._freed)) * self.shape.page_bytes
 
     def pages_for(self, token_count: int) -> int:
@@ -101,19 +101,19 @@ class PagePool:
         """Return the array's bytes, which other threads may write and drop; None without unified memory."""
         if not find_backend().has_unified_memory:
             return None
-        # On the host's own stream, where no pass is in flight to wait for.
+        # On the CPU stream, which has no pass in flight to wait for.
         with mx.stream(mx.cpu):
             readable = self.array.view(mx.uint16) if self.shape.dtype.size == 2 else self.array  # by NumPy
         mx.eval(readable)
-        # Flat only here: an array of MLX has no dimension of 2 GiB.
+        # Flattened only here: no dimension of an MLX array can reach 2 GiB.
         content: Bytes = np.asarray(memoryview(readable)).reshape(-1).view(np.uint8)  # type: ignore[arg-type]
         return content
 
     def take(self, count: int) -> list[Page]:
-        """Return free pages, with undefined content. The pool grows where it must."""
+        """Return free pages with undefined content, growing the pool if necessary."""
         if not self._has_free(count):
             self.grow(count - len(self._free))
-        # In ascending order: attention reads adjacent pages at once.
+        # In ascending order, since attention reads adjacent pages at once.
         taken = sorted(self._free[len(self._free) - count :] if count else [])
         del self._free[len(self._free) - len(taken) :]
         pages = [Page(number, self._freed) for number in taken]
@@ -121,14 +121,14 @@ class PagePool:
         return pages
 
     def close(self) -> None:
-        """Free the memory, even if pages are still referred to; nobody reads or writes any more."""
+        """Free the memory, even if pages are still referred to; nobody may read or write them any more."""
         self.array, self.view = self._new_array(0), None
         self.before_replaced.clear()
         self._free.clear()
         self._waiting.clear()
 
     def take_spare(self, count: int) -> list[Page] | None:
-        """Return free pages for something optional; None where there are too few and it may not grow."""
+        """Return free pages for something optional; None if there are too few and the pool may not grow."""
         if not self._has_free(count) and not self._may_grow(count - len(self._free)):
             return None
         return self.take(count)
@@ -139,14 +139,14 @@ class PagePool:
         return self.held_bytes + count * self.shape.page_bytes <= self.room_bytes()
 
     def shrink(self) -> int:
-        """Give back the memory of free pages, if there is enough for a copy of the others meanwhile; return
-        how much. Pages move, so nobody else may know their numbers, and all writes are settled."""
+        """Give back the memory of free pages, if there is room for a copy of the others; return how much.
+        Pages move, so nobody else may know their numbers, and all writes must be settled."""
         count = max(_LEAST_PAGES, len(self._live))
         before_bytes, size_bytes = self.held_bytes, count * self.shape.page_bytes
         has_room = not self._live or self.room_bytes is None or size_bytes <= self.room_bytes()
         if size_bytes >= before_bytes or not has_room:
             return 0
-        # A page that goes just now on another thread tells the old list, which nobody reads any more.
+        # A page freed on another thread just now reports to the old list, which is no longer read.
         pages = sorted(self._live.values(), key=lambda page: page.number)
         self._replace(count, [page.number for page in pages])
         self._freed = collections.deque()
@@ -170,15 +170,15 @@ class PagePool:
             self._free.append(self._waiting.popleft()[1])
 
     def _wait_for_freed(self) -> None:
-        """Free the pages that passes before the last one may still read, by waiting for their end. That is
-        rare and short, and cheaper than a copy of the pool. The last pass may be one that is being built."""
+        """Free the pages that earlier passes may still read, by waiting for those passes. That is rare,
+        short, and cheaper than copying the pool. Not the last pass: it may still be unbuilt."""
         if self._waiting and self._waiting[0][0] < self._passes.dispatched:
             mx.synchronize()
             while self._waiting and self._waiting[0][0] < self._passes.dispatched:
                 self._free.append(self._waiting.popleft()[1])
 
     def grow(self, least_count: int) -> None:
-        """Add at least this many pages, and double the pool if there is room for that beside the copy."""
+        """Add at least this many pages; double the pool if there is room for that beside the copy."""
         before = self.page_count
         spare = before if self.room_bytes is None else self.room_bytes() // self.shape.page_bytes - before
         added = max(least_count, min(before, spare))
@@ -186,7 +186,7 @@ class PagePool:
         self._free[:0] = range(before + added - 1, before - 1, -1)
 
     def _replace(self, page_count: int, numbers: Sequence[int]) -> None:
-        """Make an array of so many pages, of which the first are these of the old one."""
+        """Replace the array by one of `page_count` pages, which begins with these pages of the old one."""
         # The pass in flight writes into the array that is copied.
         mx.eval(self.order, self.array)
         self.view = None
@@ -195,7 +195,7 @@ class PagePool:
         if numbers:
             self._copy(page_count, np.array(numbers, np.int32))
         else:
-            self.array = self._new_array(0)  # the old one goes first
+            self.array = self._new_array(0)  # free the old one first
             self.array = self._new_array(page_count)
         mx.eval(self.array)
         self.generation += 1
@@ -219,7 +219,7 @@ class PagePool:
         return page_count, kind.layer_count, 2, kind.kv_head_count, kind.page_token_count, kind.head_size
 
     def _new_array(self, page_count: int) -> mx.array:
-        """Return new pages. The system provides host memory, Metal's too, only where it is written to."""
+        """Return new pages. The system commits host memory, Metal's included, only when it is written to."""
         if find_backend() is Backend.CUDA:
             return mx.zeros(self._size(page_count), self.shape.dtype)
         return uninitialised(self._size(page_count), dtype=self.shape.dtype)
@@ -231,11 +231,11 @@ def numbers_of(pages: Iterable[Page]) -> Ints:
 
 
 _DESCRIPTIONS: Final = {mx.float32: "<f4", mx.float16: "<f2"}
-"""Types that a .npy file can name: they need no view after the load, which would take as long again."""
+"""Dtypes that a .npy file can name. They need no view after the load, which would take as long again."""
 
 
 def can_reserve(size_bytes: int) -> bool:
-    """Return whether the system would commit so much host memory, though nobody writes to it yet.
+    """Return whether the system would commit this much host memory, although nobody writes to it yet.
 
     Without overcommitment it may refuse, and MLX's CPU build (0.32) does not check for a failed allocation.
     """
@@ -247,22 +247,22 @@ def can_reserve(size_bytes: int) -> bool:
 
 
 def uninitialised(shape: tuple[int, ...], *, dtype: mx.Dtype) -> mx.array:
-    """Return an array over memory that nobody has written.
+    """Return an array over memory that was never written.
 
-    MLX offers nothing else for this (its `empty` is `zeros`). Filling 134 MB took 11 ms, or 50 where every
-    page was new, on the thread that others wait for; this takes 3 ms.
+    MLX has no other way (its `empty` is `zeros`). Filling 134 MB took 11 ms, or 50 ms with fresh pages, on
+    the thread that others wait for; this takes 3 ms.
     """
     if math.prod(shape) == 0:
         return mx.zeros(shape, dtype)
     description = _DESCRIPTIONS.get(dtype, f"<u{dtype.size}")
-    # On the host's own stream: the load is waited for, and no pass is in flight there.
+    # On the CPU stream: the load is waited for, and no pass is in flight there.
     loaded = mx.load(cast(Any, _Unwritten(shape, description)), format="npy", stream=mx.cpu)
     assert isinstance(loaded, mx.array)
     return loaded if loaded.dtype == dtype else loaded.view(dtype, stream=mx.cpu)
 
 
 class _Unwritten(io.RawIOBase):
-    """A .npy file of an array: reading its header works, reading its content leaves the buffer as it is."""
+    """A .npy file of an array: it has a header, and reading its content leaves the buffer unchanged."""
 
     _MAGIC: Final = b"\x93NUMPY\x01\x00"
 
@@ -294,11 +294,11 @@ class _Unwritten(io.RawIOBase):
 
 
 class PassClock:
-    """Which passes the device was given, from 1 on, and which of them have ended. The pipeline moves it;
-    others only read it.
+    """Which passes the device was given, counted from 1, and which of them have ended. The pipeline advances
+    it; others only read it.
 
-    A device does its work in the order it came in. So whatever was dispatched before pass N has ended once N
-    has, and memory that nobody but passes up to N reads may be written to once N has ended.
+    A device works in the order of dispatch. So once pass N has ended, everything dispatched before it has
+    too, and memory that only passes up to N read may be written.
     """
 
     __slots__ = ("dispatched", "ended")
@@ -310,11 +310,11 @@ class PassClock:
         """All passes up to this number have ended."""
 
     def dispatch(self) -> int:
-        """Count a pass that is built and then given to the device; return its number."""
+        """Count a pass that is about to be built and dispatched; return its number."""
         self.dispatched += 1
         return self.dispatched
 
     def end(self, number: int) -> None:
-        """Note that a pass, and with it all before, has been waited for."""
+        """Note that a pass, and every pass before it, has ended."""
         assert self.ended < number <= self.dispatched, (self.ended, number, self.dispatched)
         self.ended = number

@@ -1,8 +1,8 @@
 """Pool memory: what the pools of a model that shares the device with others hold, grow by and give back.
 
-A pool is one array. It grows by a copy of it, and shrinks by a copy of what is in use. So both need memory
-for a moment, and it shrinks only while no row has pages: a row knows its pages by their numbers. Pools of a
-fixed size are no part of it. Inference thread only.
+A pool is one array. It grows by copying all of it, and shrinks by copying the pages in use. Both need extra
+memory for a moment. It shrinks only while no row has pages, since rows know their pages by number. Pools of a
+fixed size are not counted. Inference thread only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from icehouse_server.engine.kv.pool import PagePool, PassClock
 def make_groups(
     chosen: Sequence[tuple[GroupFacts, PagedAttention]], sizes: Sequence[int], *, passes: PassClock
 ) -> tuple[PageGroup, ...]:
-    """Make the pools of a model's groups, of these sizes in bytes; 0 is one that grows."""
+    """Make the pools of a model's groups, of these sizes in bytes; one of size 0 may grow."""
     return tuple(
         PageGroup(
             PagePool(facts.shape, passes=passes, size_bytes=size_bytes),
@@ -62,7 +62,7 @@ class PoolMemory:
 
     def copied_bytes(self, kv_bytes: int) -> int:
         growing = [pool for pool, wanted in self._parts(kv_bytes) if wanted > pool.free_bytes]
-        # Where pages can move, a pool shrinks before it grows.
+        # A pool whose pages can move shrinks before it grows.
         return sum(pool.held_bytes - self.can_move * pool.free_bytes for pool in growing)
 
     def reserve(self, kv_bytes: int) -> None:
@@ -82,6 +82,6 @@ class PoolMemory:
         return freed_bytes
 
     def _parts(self, kv_bytes: int) -> list[tuple[PagePool, int]]:
-        """Return how much of the KV lies in each pool."""
+        """Return how much of the KV goes into each pool."""
         whole = sum(group.pool.shape.page_bytes for group in self._groups)
         return [(group.pool, kv_bytes * group.pool.shape.page_bytes // whole) for group in self._groups]

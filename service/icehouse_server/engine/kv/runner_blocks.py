@@ -1,9 +1,9 @@
-"""Runner blocks: regions of blocks cut from live caches on the device, and restored (inference thread).
+"""Runner blocks: regions of blocks, cut from live caches on the device, and restored (inference thread).
 
-KV in pages that is on SSD is read into pages first, where the host can write to them; elsewhere into host
-memory, and copied from there at once. So a block that was read is a block in RAM, and nothing is copied to
-begin with it. In files and in host memory each layer has its keys and its values by themselves, [1, heads,
-tokens, size], like the region of any other model (`kv_cache.regions`).
+KV in pages is read from SSD directly into pages, if the host can write to them; otherwise into host memory
+and from there at once into pages. So a block that was read is a block in RAM, and starting from it copies
+nothing. In files and in host memory, each layer has its keys and values separately, [1, heads, tokens, size],
+as in the regions of any other model (`kv_cache.regions`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from icehouse_server.storage.api import KvTarget, LayoutMismatch, PlannedBlock, 
 _log = logging.getLogger("icehouse.engine")
 
 _RESTORED_BYTES = 1 << 30
-"""Restored in a step that waits for nothing: it delays the next pass by 5 ms on a Mac with 400 GB/s, which
+"""Restored in a step that waits for nothing. It delays the next pass by 5 ms on a Mac with 400 GB/s, which
 reads and writes each byte."""
 
 
@@ -46,22 +46,22 @@ class Sequences(Protocol):
     """The caches of open and decoding sequences."""
 
     def row_caches(self) -> list[Cache]:
-        """Make the empty caches of a new row, with a page table of its own where KV is in pages."""
+        """Make the empty caches of a new row, with a page table of its own if KV is in pages."""
 
     def caches(self, sequence_id: SequenceId) -> list[Cache]:
-        """Return a sequence's own caches, to be read; valid until the next pass."""
+        """Return a sequence's own caches for reading; valid until the next pass."""
 
     def adopt(self, sequence_id: SequenceId, caches: list[Cache], *, token_count: int) -> None:
-        """Open a sequence with rebuilt caches of so many tokens."""
+        """Open a sequence with rebuilt caches of this many tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a model's kv takes."""
+    """Memory that a model's KV takes."""
 
     bytes_per_token: int
     bytes_per_sequence: int
-    """Whatever its length."""
+    """Independent of a sequence's length."""
     token_shapes: Mapping[RegionKind, tuple[TokenShape, ...]] = dataclasses.field(default_factory=dict)
     """Of kv and windows."""
 
@@ -69,9 +69,9 @@ class Footprint:
 class RunnerBlocks:
     """Implements the prefix cache's CacheRunner. Refuses every thread but the runner's.
 
-    Where the device `is_pipelined`, nothing waits for it: a pass is in flight, and a wait would include that
-    pass. Copies are dispatched, and whatever reads them is dispatched later. Elsewhere they are computed step
-    by step, within the caller's time budget.
+    On a device that `is_pipelined`, nothing waits for the device, since a wait would include the pass in
+    flight. Copies are dispatched, and whatever reads them is dispatched later. Otherwise they are computed
+    step by step, within the caller's time budget.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class RunnerBlocks:
         self._passes = passes
         self._layout = CacheLayout((), block_token_count)
         self._group: PageGroup | None = None
-        """Set where kv lies in pages."""
+        """Set if kv is in pages."""
         self.footprint = Footprint(0, 0)
         """Of this model, once it is measured."""
         self._restoring: dict[SequenceId, CacheRebuild] = {}
         self.facts = CacheFacts(unsupported_detail="no model is loaded")
-        """What the model's cache classes allow; true after `read_layout`."""
+        """What the model's cache classes allow; valid after `read_layout`."""
 
     def read_layout(self) -> None:
-        """Learn from the model's own empty caches how they are cut."""
+        """Learn from the model's empty caches how they are cut."""
         try:
             self._layout = CacheLayout.of(
                 self._sequences.row_caches(), block_token_count=self._layout.block_token_count
@@ -116,7 +116,7 @@ class RunnerBlocks:
         self.facts = dataclasses.replace(self.facts, shares_blocks=self._group is not None)
 
     def measure(self, caches: list[Cache], *, token_count: int) -> Footprint:
-        """Return what caches of `token_count` tokens show. After `read_layout`."""
+        """Return the footprint that caches of `token_count` tokens show. After `read_layout`."""
         layout = self._layout
         if self.facts.unsupported_detail:
             return Footprint(sum(cache.nbytes for cache in caches) // token_count, 0)
@@ -189,13 +189,13 @@ class RunnerBlocks:
         return True
 
     def forget(self, sequence_ids: Collection[SequenceId]) -> None:
-        """Drop restores that are under way; ids without one are ignored."""
+        """Drop unfinished restores; ids without one are ignored."""
         for sequence_id in sequence_ids:
             self._restoring.pop(sequence_id, None)
 
     @property
     def is_restoring(self) -> bool:
-        """Whether rows are being rebuilt."""
+        """Whether any row is being rebuilt."""
         return bool(self._restoring)
 
     def clear(self) -> None:
@@ -207,12 +207,12 @@ class RunnerBlocks:
         return RegionCopy(regions, [self._copied(region) for region in regions], self._passes)
 
     def _copied(self, region: Region) -> ArrayRegion | HostRegion:
-        """Return a copy of pages, and other arrays as they are."""
+        """Return a copy of pages; return other arrays as they are."""
         if not isinstance(region, PageRegion):
             return cast("ArrayRegion", region)
         group, names = self._group, self._layout.kv_names
         assert group is not None
-        # Where no pass is in flight NumPy copies them once; MLX does so three times, at a tenth of the speed.
+        # With no pass in flight, NumPy copies them once; MLX copies three times, at a tenth of the speed.
         if not self._is_pipelined and group.attention.settle(group.pool):
             memory = group.pool.memory()
             if memory is not None:
@@ -248,19 +248,19 @@ class RunnerBlocks:
 
 
 class RegionCopy:
-    """Implements the prefix cache's HostCopy. Pages are copied. Other arrays are read in place where that is
-    host memory; on other devices, reading them there would move them to the host for good.
+    """Implements the prefix cache's HostCopy. Pages are copied. Other arrays are read in place if they are in
+    host memory; on other devices, reading them in place would move them to the host for good.
 
-    Copies that the device made of pages are read where it has put them: reading such memory goes at 1.7 GB/s
-    on an H200, which storage may wait for, and the inference thread may not.
+    Copies of pages are read where the device has put them. Reading such memory runs at 1.7 GB/s on an H200:
+    the storage thread may wait for that, the inference thread may not.
     """
 
     def __init__(
         self, regions: Sequence[Region], copies: Sequence[ArrayRegion | HostRegion], passes: PassClock
     ) -> None:
-        """`copies` of these regions, or they themselves, are computed or dispatched."""
+        """`copies` of these regions, or the regions themselves, are computed or dispatched."""
         self._regions = regions
-        """Keeps their pages: a page without a reference is written to again."""
+        """Keeps their pages alive: a page without a reference is reused."""
         self._copies = copies
         self._passes = passes
         self._before = passes.dispatched
@@ -268,7 +268,7 @@ class RegionCopy:
 
     @property
     def is_done(self) -> bool:
-        """Whether a pass that was dispatched behind it has ended, or none is in flight."""
+        """Whether a pass dispatched after the copies has ended, or none is in flight."""
         ended = self._passes.ended
         return ended > self._before or ended == self._passes.dispatched
 
@@ -286,7 +286,7 @@ class RegionCopy:
 
     @property
     def _are_copies(self) -> list[bool]:
-        """Which of them nobody else has."""
+        """Which of them are true copies, with no other owner."""
         return [own is not copy for own, copy in zip(self._regions, self._copies, strict=True)]
 
 
@@ -297,7 +297,7 @@ def _copied(region: HostRegion) -> HostRegion:
 
 
 def _dispatch_parts(rebuild: CacheRebuild) -> None:
-    """Have parts of about `_RESTORED_BYTES` computed, at least one, behind the device's current work."""
+    """Dispatch parts of about `_RESTORED_BYTES`, at least one, after the device's current work."""
     arrays: list[mx.array] = []
     size_bytes = 0
     while not rebuild.is_done and (not arrays or size_bytes < _RESTORED_BYTES):
@@ -309,7 +309,7 @@ def _dispatch_parts(rebuild: CacheRebuild) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageRegion:
-    """The KV of a block in pages: it begins with the first one, and may end inside the last one."""
+    """The KV of a block in pages. It begins with the first page, and may end inside the last."""
 
     pages: tuple[Page, ...]
     token_count: int
@@ -322,7 +322,7 @@ class PageRegion:
         return cls(tuple(pages), token_count, len(pages) * group.pool.shape.page_bytes)
 
     def copied_out(self, group: PageGroup, names: Sequence[str]) -> ArrayRegion:
-        """Return the region's arrays, lazily, by the names of the layers' keys and values in turn."""
+        """Return the region's arrays, lazily. `names` are those of each layer's keys and values, in turn."""
         pool, shape = group.pool, group.pool.shape
         content = group.attention.read_pages(pool, numbers_of(self.pages))
         # [pages, layers, 2, heads, page tokens, size] -> [layers * 2, heads, tokens, size]
@@ -334,7 +334,7 @@ class PageRegion:
         return ArrayRegion.of(RegionKind.KV, arrays)
 
     def copied_to_host(self, group: PageGroup, names: Sequence[str], memory: Bytes) -> HostRegion:
-        """Return the same as host memory, copied once by NumPy, from `memory` of the pool."""
+        """Return the same in host memory, copied once by NumPy from `memory`, the pool's."""
         shape = group.pool.shape
         row_bytes = shape.head_size * shape.dtype.size
         head_bytes = shape.page_token_count * row_bytes
@@ -353,23 +353,23 @@ class PageRegion:
 
 
 class _PoolMemory(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Bytes of pages. It refers to the pages for as long as anybody has a view: the system may return from an
-    abandoned read long after the page would have been another row's."""
+    """Bytes of pages. Refers to the pages as long as any view exists: an abandoned read may still write to
+    them long after they would have been given to another row."""
 
     pages: Sequence[Page] = ()
 
 
 class PageDestination:
-    """Implements KvTarget for blocks whose KV is to be in pages. Any thread, except for `regions`.
+    """Implements KvTarget for blocks whose KV goes into pages. Any thread, except for `regions`.
 
-    Files have a layer's keys and then its values, [1, heads, tokens, size] each; a page has those of all
-    layers. So one read covers the rows of one head in one page, and more where the next ones follow it there.
+    Files hold a layer's keys and then its values, [1, heads, tokens, size] each, while a page holds those of
+    all layers. So one read covers the rows of one head in one page, or more if the next ones follow there.
     """
 
     def __init__(
         self, group: PageGroup, names: Sequence[str], blocks: Sequence[PlannedBlock], pages: Sequence[Page]
     ) -> None:
-        """`pages` are as many as these blocks take, and nobody else's."""
+        """`pages` are as many as these blocks take, and nobody else has them."""
         pool = group.pool
         own = pool.memory()
         if own is not None and not group.attention.settle(pool):
@@ -377,15 +377,15 @@ class PageDestination:
         self._shape = pool.shape
         self._names = names
         self._generation = None if own is None else pool.generation
-        """Of the pool whose memory this is: a pool that has grown or shrunk since has other memory."""
+        """Of the pool that has this memory. A pool that grew or shrank since has other memory."""
         self._numbers = np.arange(len(pages), dtype=np.int32) if own is None else numbers_of(pages)
-        """Where each page lies in the memory, counted in pages."""
+        """Position of each page in the memory, counted in pages."""
         if own is None:
             own = np.empty(len(pages) * pool.shape.page_bytes, np.uint8)
         self._memory = own.view(_PoolMemory)
         self._memory.pages = pages
         self._spans: dict[int, tuple[slice, int]] = {}
-        """Which of the pages a block has, and its token count, by its first token."""
+        """A block's slice of the pages and its token count, by its first token."""
         first = 0
         for block in blocks:
             last = first + pool.pages_for(block.header.token_count)
@@ -418,8 +418,8 @@ class PageDestination:
         ]
 
     def regions(self, group: PageGroup) -> list[PageRegion]:
-        """Return the blocks, once all of them are verified. What was read to other memory is copied: the pool
-        may have other memory by now."""
+        """Return the blocks, once all of them are verified. Content read into other memory is copied in: by
+        now the pool's memory may have been replaced."""
         pages = self._memory.pages
         if self._generation != group.pool.generation:
             group.attention.fill_pages(group.pool, self._content(), numbers_of(pages))
@@ -448,9 +448,9 @@ class PageDestination:
 
 
 def _put_pages(run: PageRun, blocks: Sequence[PlacedBlock], *, token_count: int) -> None:
-    """Put the pages of blocks into a new row's table; nothing has to be computed for them.
+    """Put the pages of blocks into a new row's table; nothing is computed.
 
-    Raises StorageError when they do not cover the row's tokens.
+    Raises StorageError if they do not cover the row's tokens.
     """
     regions = [(block, block.regions.get(RegionKind.KV)) for block in blocks]
     in_pages = [(block, region) for block, region in regions if isinstance(region, PageRegion)]
@@ -458,7 +458,7 @@ def _put_pages(run: PageRun, blocks: Sequence[PlacedBlock], *, token_count: int)
     for block, region in in_pages:
         if block.start_token_index < token_count:
             run.add(region.pages)
-    # The row will write to its last page, so it gets one of its own: others see the page as it is.
+    # The row will write to its last page, so it gets a copy of its own; others keep the page as it is.
     pool = run.group.pool
     count = pool.pages_for(token_count)
     last = run.pages[count - 1]

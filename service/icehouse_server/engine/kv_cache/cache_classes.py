@@ -1,11 +1,11 @@
-"""Cache classes of mlx-lm: one entry each, with all that is done to a cache otherwise than by the model.
+"""Cache classes of mlx-lm: one entry each, for everything done to a cache outside the model.
 
-An entry knows the storage of its class in mlx-lm 0.32 (`mlx_lm/models/cache.py`): which kind of region it
-is stored as, where its tokens lie, how it is rebuilt and quantized, and how guessed tokens are taken back.
-A class without an entry is refused, and so is a subclass, which may store differently: its model is served
-without prefix reuse. A new class is an entry and a row in its test; CacheList has none.
+An entry knows how its class stores KV in mlx-lm 0.32 (`mlx_lm/models/cache.py`): which kind of region it
+becomes, where its tokens are, how it is rebuilt and quantized, and how guessed tokens are taken back. A class
+without an entry is refused, and so is a subclass, which may store differently: its model is served without
+prefix reuse. A new class needs an entry and a row in its test; CacheList has no entry.
 
-Rebuilt caches continue as uninterrupted ones would, bit for bit. Inference thread only.
+Rebuilt caches continue exactly as uninterrupted ones would, bit for bit. Inference thread only.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Cache = Any
 """One layer's cache: KVCache, RotatingKVCache, ArraysCache, CacheList, ..."""
 
 Arrays = Mapping[str, mx.array]
-"""A cache's arrays by suffix ("k", "v", "state.0000"), evaluated and nobody else's."""
+"""A cache's arrays by suffix ("k", "v", "state.0000"), evaluated and with no other owner."""
 
 Undo = Callable[[], None]
 
 
 class CacheUnsupported(IcehouseError):
-    """A cache class can be neither cut nor copied whole; the model serves without prefix reuse."""
+    """A cache class can be neither cut nor copied whole; the model is served without prefix reuse."""
 
     def __init__(self, cache_class: str, why: str) -> None:
         super().__init__(
@@ -52,19 +52,19 @@ class CacheUnsupported(IcehouseError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheClass:
-    """An entry. `tokens` serves to cut by tokens, `whole` to take a checkpoint."""
+    """An entry. `tokens` is for cutting by tokens, `whole` for taking a checkpoint."""
 
     cache_type: type
 
     kind: ClassVar[RegionKind]
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """Of the arrays that are cut by tokens, ascending."""
+    """Suffixes of the arrays that are cut by tokens, ascending."""
     is_state: ClassVar[bool] = False
     """A state in slots: several can be stacked, and only `mark` takes tokens back."""
     is_plain: ClassVar[bool] = False
-    """Keys and values of every token, each an array with the tokens in front and spare capacity behind."""
+    """Keys and values of every token, in arrays with the tokens first and spare capacity after them."""
     masks_chunks: ClassVar[bool] = False
-    """A token sees its own chunk of the context, and models read the offset as a number to mask the rest."""
+    """A token sees only its own chunk of the context; models read the offset as a number to mask the rest."""
 
     @property
     def name(self) -> str:
@@ -72,39 +72,39 @@ class CacheClass:
 
     @property
     def step_token_count(self) -> int:
-        """Tokens by which such caches grow, each being copied then; of states, any number will do."""
+        """Number of tokens by which such caches grow, copying each time; any number will do for states."""
         return int(getattr(self.cache_type, "step", KVCache.step))
 
     def of_other(self, cache: Cache) -> Cache | None:
-        """Return an empty cache that does what mlx-vlm's class of this name does, where there is one."""
+        """Return an empty cache that does what mlx-vlm's class of this name does; None if there is none."""
         return None
 
     def check(self, cache: Cache) -> None:
-        """Raise CacheUnsupported when this cache can be neither cut nor copied whole."""
+        """Raise CacheUnsupported if this cache can be neither cut nor copied whole."""
 
     def window_token_count(self, cache: Cache) -> int:
-        """Length of the sliding window; 0 for the other kinds."""
+        """Length of the sliding window; 0 for other kinds."""
         return 0
 
     def tokens(self, cache: Cache) -> TokenArrays:
-        """Describe where the tokens of one sequence's cache lie; of kv and window."""
+        """Describe where the tokens of one sequence's cache are; for kv and window."""
         raise AssertionError(f"{self.name} has no tokens that can be cut")
 
     def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
-        """Return (suffix, array) pairs, suffixes ascending, of the state now."""
+        """Return (suffix, array) pairs of the current state, suffixes ascending."""
         raise AssertionError(f"{self.name} is cut by tokens")
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
-        """Return a cache that has seen so many tokens; `empty` is used up.
+        """Return a cache that has seen this many tokens; `empty` is used up.
 
-        K/V arrays are [1, heads, slots, width]: those of kv have the tokens in front and may have more
-        slots, those of a window hold its last tokens in temporal order. Raises KeyError, IndexError or
-        ValueError when arrays are missing or damaged.
+        K/V arrays are [1, heads, slots, width]: those of kv have the tokens first and may have more slots,
+        those of a window hold its last tokens in temporal order. Raises KeyError, IndexError or ValueError if
+        arrays are missing or damaged.
         """
         raise AssertionError(f"{self.name} does not say how it is rebuilt")
 
     def quantized(self, empty: Cache, *, bits: int, group_size: int) -> Cache:
-        """Return the cache that keeps the same in fewer bits, or `empty` itself where there is none."""
+        """Return an empty cache that keeps the same in fewer bits, or `empty` itself if there is none."""
         return empty
 
     def can_rewind(self, cache: Cache) -> bool:
@@ -113,24 +113,24 @@ class CacheClass:
 
     @property
     def is_cut_before_guesses(self) -> bool:
-        """Whether a cache can be cut at its known tokens while it holds guesses behind them."""
+        """Whether a cache can be cut at its known tokens while it holds guesses after them."""
         return self.kind is RegionKind.KV
 
     def rewind(self, cache: Cache, count: int) -> None:
-        """Take the last `count` tokens back, fewer than were fed in the last pass."""
+        """Take back the last `count` tokens, fewer than the last pass fed."""
         raise AssertionError(f"{self.name} takes no tokens back")
 
     def mark(self, cache: Cache) -> Undo:
-        """Remember where the cache stands; the result undoes every update since, of any number of tokens."""
+        """Remember where the cache is. The result undoes every update since, of any number of tokens."""
         raise AssertionError(f"{self.name} takes no tokens back")
 
     def stacked(self, caches: Sequence[Cache]) -> Cache:
-        """Return one cache with a row for each of these states; they stay as they are."""
+        """Return one cache with a row for each of these states, which stay as they are."""
         raise AssertionError(f"{self.name} is no state")
 
 
 class TokenCache(CacheClass):
-    """A cache of keys and values, token by token, from which the last ones can be taken back."""
+    """A cache with keys and values of each token, from which the last tokens can be taken back."""
 
     __slots__ = ()
     suffixes: ClassVar[tuple[str, ...]] = ("k", "v")
@@ -155,7 +155,7 @@ class TokenCache(CacheClass):
 
 
 class PlainKv(TokenCache):
-    """KVCache: K/V of unlimited context, in place with spare capacity. Taking back moves only its offset."""
+    """KVCache: K/V of unlimited context, in place with spare capacity. A rewind only moves its offset."""
 
     __slots__ = ()
     kind = RegionKind.KV
@@ -198,7 +198,7 @@ class QuantizedKv(PlainKv):
 
 
 class ChunkedKv(TokenCache):
-    """ChunkedKVCache: K/V of the latest chunk and more, its front cut off before each pass.
+    """ChunkedKVCache: K/V of the latest chunk and more; the front is cut off before each pass.
 
     So a pass's own tokens can be taken back: the chunk before them is still there.
     """
@@ -215,7 +215,7 @@ class ChunkedKv(TokenCache):
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
         cache = super().rebuild(empty, arrays, token_count=token_count)
-        # What maybe_trim_front leaves at the start of the next forward pass, done already.
+        # What maybe_trim_front would leave at the start of the next forward pass.
         cache.start_position = token_count - cache.keys.shape[TOKEN_AXIS]
         return cache
 
@@ -226,8 +226,8 @@ class ChunkedKv(TokenCache):
 class RotatingKv(TokenCache):
     """RotatingKVCache: K/V of a sliding window, linear until it is full and a ring from then on.
 
-    A pass of several tokens puts it in temporal order, after a full window of those before, so nothing
-    has been overwritten when some of them are taken back.
+    A pass of several tokens puts it in temporal order, with a full window of earlier tokens first. So nothing
+    has been overwritten if some of the new tokens are taken back.
     """
 
     __slots__ = ()
@@ -268,7 +268,7 @@ class RotatingKv(TokenCache):
 
 
 class SlottedState(CacheClass):
-    """ArraysCache: a recurrent or convolution state in slots, known only where the sequence stands."""
+    """ArraysCache: a recurrent or convolution state in slots, known only at the sequence's current token."""
 
     __slots__ = ()
     kind = RegionKind.CHECKPOINT
@@ -279,10 +279,10 @@ class SlottedState(CacheClass):
 
     def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
         assert cache.lengths is None, "The batch is in the middle of a padded prefill"
-        # A merge of empty caches leaves zeros here, which count down below zero: no padding at all.
+        # Merging empty caches leaves zeros here, which count down below zero: that means no padding.
         padding = cache.left_padding
         assert padding is None or (np.asarray(padding) <= 0).all(), "Padding is still to come"
-        # An unused slot is written too, as an array of no rows: a missing one must never pass for it.
+        # An unused slot is stored too, as an empty array, so that a missing one is never mistaken for it.
         unused = mx.zeros((0,), mx.uint8)
         return [
             (f"{slot:02d}", unused if array is None else mx.contiguous(array))
@@ -332,27 +332,27 @@ CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
         SlottedState(ArraysCache),
     )
 }
-"""All that this server knows of mlx-lm's cache classes."""
+"""Entries for all of mlx-lm's cache classes that this server supports."""
 
 
 def class_of(cache: Cache) -> CacheClass:
-    """Return the entry of a cache that is not a CacheList; this server's classes bring `cache_class`."""
+    """Return the entry of a cache that is not a CacheList; this server's own classes have `cache_class`."""
     kind = type(cache)
     own: CacheClass | None = getattr(kind, "cache_class", None)
     return own or CACHE_CLASSES.get(kind) or UnknownCache(kind)
 
 
 def make_caches(model: Any) -> list[Cache]:
-    """Return empty caches, one a layer, of the classes the model asks for.
+    """Return empty caches, one per layer, of the classes the model asks for.
 
-    mlx-vlm has classes of its own, of the same names: where a model asks for these, it is given mlx-lm's,
-    which blocks are cut from. Raises ModelError for one that is not known here.
+    mlx-vlm has classes of its own with the same names. A model that asks for these gets mlx-lm's, which
+    blocks can be cut from. Raises ModelError for a class that is unknown here.
     """
     return [_of_mlx_lm(cache) for cache in make_prompt_cache(model)]
 
 
 def quantize_caches(caches: Sequence[Cache], *, bits: int, group_size: int) -> list[Cache]:
-    """Return these fresh caches, replaced by quantized ones where there are some; lists are changed."""
+    """Return these fresh caches, replaced by quantized ones where these exist; lists are changed."""
     chosen = list(caches)
     for cache, path in list(leaves_at(caches)):
         put(chosen, path, class_of(cache).quantized(cache, bits=bits, group_size=group_size))
@@ -360,7 +360,7 @@ def quantize_caches(caches: Sequence[Cache], *, bits: int, group_size: int) -> l
 
 
 def step_token_count(caches: Sequence[Cache]) -> int:
-    """Return by how many tokens these caches grow at a time, at most; whole layers are copied each time."""
+    """Return the most tokens by which any of these caches grows; each time, whole layers are copied."""
     return max((class_of(leaf).step_token_count for leaf in leaves(caches)), default=1)
 
 
@@ -386,7 +386,7 @@ def leaves(caches: Sequence[Cache]) -> Iterator[Cache]:
 
 
 def leaves_at(caches: Sequence[Cache], path: tuple[int, ...] = ()) -> Iterator[tuple[Cache, tuple[int, ...]]]:
-    """Yield every cache that is not a CacheList and its path, depth first."""
+    """Yield every cache that is not a CacheList, and its path, depth first."""
     assert len(caches) <= (10 if path else 1000), f"Names of {len(caches)} caches would not sort"
     for index, cache in enumerate(caches):
         if is_list(cache):
@@ -396,7 +396,7 @@ def leaves_at(caches: Sequence[Cache], path: tuple[int, ...] = ()) -> Iterator[t
 
 
 def leaf(caches: Sequence[Any], path: tuple[int, ...]) -> Any:
-    """Return the cache at this path, inside CacheLists where the path goes on."""
+    """Return the cache at this path, which may lead through CacheLists."""
     cache = caches[path[0]]
     for index in path[1:]:
         cache = cache.caches[index]
@@ -404,12 +404,12 @@ def leaf(caches: Sequence[Any], path: tuple[int, ...]) -> Any:
 
 
 def mark(caches: Sequence[Cache]) -> list[Undo]:
-    """Remember where caches from which tokens can be taken back, or states, stand."""
+    """Remember where these caches are; each must be a state, or able to take tokens back."""
     return [class_of(leaf).mark(leaf) for leaf in leaves(caches)]
 
 
 def put(caches: list[Any], path: tuple[int, ...], cache: Any) -> None:
-    """Set the cache at this path, inside CacheLists where the path goes on."""
+    """Set the cache at this path, which may lead through CacheLists."""
     if len(path) == 1:
         caches[path[0]] = cache
         return
@@ -419,14 +419,14 @@ def put(caches: list[Any], path: tuple[int, ...], cache: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CachePart:
-    """One cache of a model that is not a list: its path, its class and its window."""
+    """One cache of a model that is not a list: its path, class and window."""
 
     name: str
-    """"007", or "007.1" inside a CacheList; prefix of its tensors' names."""
+    """"007", or "007.1" inside a CacheList; the prefix of its tensors' names."""
     path: tuple[int, ...]
     cache_class: CacheClass
     window_token_count: int = 0
-    """Length of the sliding window; 0 for the other kinds."""
+    """Length of the sliding window; 0 for other kinds."""
 
     @property
     def kind(self) -> RegionKind:
@@ -436,7 +436,7 @@ class CachePart:
 def parts_of(caches: Sequence[Cache]) -> Iterator[CachePart]:
     """Yield every cache that is not a CacheList, depth first.
 
-    Raises CacheUnsupported naming the class that can be neither cut nor copied whole.
+    Raises CacheUnsupported, naming the class that can be neither cut nor copied whole.
     """
     for cache, path in leaves_at(caches):
         entry = class_of(cache)
@@ -450,7 +450,7 @@ def _keys_and_values(cache: Cache) -> tuple[tuple[str, mx.array], ...]:
 
 
 def _undo_of(cache: Cache, *names: str) -> Undo:
-    # New array objects: an update writes into the ones that the cache has.
+    # New array objects, since an update writes into those of the cache.
     before = {"keys": cache.keys[...], "values": cache.values[...]}
     before |= {name: getattr(cache, name) for name in names}
     return lambda: cache.__dict__.update(before)

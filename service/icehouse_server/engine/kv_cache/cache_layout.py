@@ -1,12 +1,12 @@
 """Cache layout: how one model's caches are cut into regions of blocks and rebuilt from them, class by class.
 
-Each layer's cache, or each member of a CacheList, is one of three things: K/V of unlimited context, cut at
-any token (kv); K/V of a sliding window, cut at any token still inside it (window); or a state that is known
-only at the sequence's current token (checkpoint). `cache_classes` says which. Any other class is refused
-with `CacheUnsupported`.
+Each layer's cache, or each member of a CacheList, is one of three things: K/V of unlimited context, which can
+be cut at any token (kv); K/V of a sliding window, which can be cut at any token still inside it (window); or
+a state, known only at the sequence's current token (checkpoint). `cache_classes` says which. Any other class
+is refused with `CacheUnsupported`.
 
-A rebuilt cache continues as an uninterrupted one would, bit for bit: K/V layers get one array, windows their
-last tokens in temporal order (which is what a prefill leaves behind), states come back as they were.
+A rebuilt cache continues exactly as an uninterrupted one would, bit for bit: K/V layers get one array,
+windows their last tokens in temporal order (as a prefill leaves them), and states their old values.
 
 Inference thread only. Regions are lazy until `regions.compute`; cutting never changes a cache.
 """
@@ -27,7 +27,7 @@ from icehouse_server.errors import Reason, StorageError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenShape:
-    """One tensor of a region, [1, heads, tokens, width], whatever the block's token count."""
+    """One tensor of a region, [1, heads, tokens, width], for blocks of any length."""
 
     name: str
     dtype: mx.Dtype
@@ -37,7 +37,7 @@ class TokenShape:
     """0 for kv."""
 
     def of(self, token_count: int) -> tuple[int, ...]:
-        """Return its shape in a block of so many tokens."""
+        """Return its shape in a block of this many tokens."""
         kept_count = min(token_count, self.window_token_count or token_count)
         return 1, self.head_count, kept_count, self.width
 
@@ -53,15 +53,15 @@ class CacheLayout:
     def of(cls, caches: Sequence[Cache], *, block_token_count: int) -> CacheLayout:
         """Read the layout from a sequence's caches, fresh or used.
 
-        Raises CacheUnsupported naming the class that can be neither cut nor copied whole.
+        Raises CacheUnsupported, naming the class that can be neither cut nor copied whole.
         """
         assert block_token_count >= 1, block_token_count
         return cls(tuple(parts_of(caches)), block_token_count)
 
     @property
     def facts(self) -> CacheFacts:
-        """What these caches allow. A match may end anywhere inside a block where no state needs a checkpoint
-        and no window is shorter than a block."""
+        """What these caches allow. A match may end anywhere inside a block if no state needs a checkpoint and
+        no window is shorter than a block."""
         kinds = {part.kind for part in self.parts}
         windows = [part.window_token_count for part in self.parts if part.kind is RegionKind.WINDOW]
         needs_checkpoint = RegionKind.CHECKPOINT in kinds
@@ -84,7 +84,7 @@ class CacheLayout:
         )
 
     def kv_bytes_per_token(self, caches: Sequence[Cache]) -> int:
-        """Bytes one more token takes in the kv region; 0 while the caches are empty or have none."""
+        """Bytes that one more token takes in the kv region; 0 if the caches are empty or have no kv."""
         return sum(
             array.nbytes // (array.shape[0] * array.shape[2])
             for _, tokens in self._tokens(caches, RegionKind.KV)
@@ -92,7 +92,7 @@ class CacheLayout:
         )
 
     def token_shapes(self, kind: RegionKind, caches: Sequence[Cache]) -> tuple[TokenShape, ...]:
-        """Return what the tensors of a kind are like, in the order of their names, from used caches."""
+        """Return what the tensors of a kind are like, in the order of their names, read from used caches."""
         return tuple(
             TokenShape(
                 f"{part.name}.{suffix}", array.dtype, array.shape[1], array.shape[3], part.window_token_count
@@ -102,8 +102,8 @@ class CacheLayout:
         )
 
     def cut_tokens(self, kind: RegionKind, caches: Sequence[Cache], *, start: int, stop: int) -> ArrayRegion:
-        """Cut tokens [start, stop) out of every layer of a kind; of a window at most its last ones before
-        `stop`, in temporal order. The caches must still have them, so cut windows soon after `stop`."""
+        """Cut tokens [start, stop) out of every layer of a kind; of a window, at most its last tokens before
+        `stop`, in temporal order. The caches must still hold them, so cut windows soon after `stop`."""
         arrays = [
             (f"{part.name}.{suffix}", array)
             for part, tokens in self._tokens(caches, kind)
@@ -112,7 +112,7 @@ class CacheLayout:
         return ArrayRegion.of(kind, arrays)
 
     def cut_checkpoint(self, caches: Sequence[Cache]) -> ArrayRegion:
-        """Copy the whole state of the parts that cannot be cut, as it is now."""
+        """Copy the whole current state of the parts that cannot be cut."""
         arrays = [
             (f"{part.name}.{suffix}", array)
             for part in self.parts
@@ -129,7 +129,7 @@ class CacheLayout:
 
 
 class CacheRebuild:
-    """A rebuild under way. `caches` is complete once `is_done`."""
+    """A rebuild in progress. `caches` is complete once `is_done`."""
 
     def __init__(
         self,
@@ -139,8 +139,8 @@ class CacheRebuild:
         *,
         token_count: int,
     ) -> None:
-        """`parts` of these caches of a new sequence are rebuilt. Raises StorageError when the blocks do not
-        cover its kv."""
+        """Rebuild these `parts` of a new sequence's caches. Raises StorageError if the blocks do not cover
+        its kv."""
         assert token_count >= 1, token_count
         self._parts = parts
         self._caches = caches
@@ -159,14 +159,14 @@ class CacheRebuild:
 
     @property
     def caches(self) -> list[Cache]:
-        """The rebuilt caches, one a layer, computed or dispatched."""
+        """The rebuilt caches, one per layer, computed or dispatched."""
         assert self.is_done, "The rebuild is not finished"
         return self._caches
 
     def next_part(self) -> list[mx.array]:
-        """Put the next part together, lazily; return the arrays that the caller has to have computed.
+        """Assemble the next part, lazily; return the arrays that the caller must evaluate.
 
-        Raises StorageError when a region lacks this part's tensors or they do not fit together.
+        Raises StorageError if a region lacks this part's tensors or they do not fit together.
         """
         part = self._parts[self._done_count]
         empty = leaf(self._caches, part.path)
@@ -233,7 +233,7 @@ class CacheRebuild:
 
 
 def check_cover(blocks: Sequence[PlacedBlock], *, token_count: int) -> None:
-    """Raise StorageError unless these blocks follow one another from token 0 to `token_count`."""
+    """Raise StorageError unless these blocks are contiguous from token 0 to `token_count`."""
     covered = 0
     for block in blocks:
         if block.start_token_index != covered:
@@ -244,14 +244,14 @@ def check_cover(blocks: Sequence[PlacedBlock], *, token_count: int) -> None:
 
 
 def _unusable(message: str) -> StorageError:
-    """Return the error of blocks that no caches can be rebuilt from."""
+    """Return the error for blocks from which no caches can be rebuilt."""
     return StorageError(Reason.STORE_UNUSABLE, f"The cached prefix is not usable: {message}")
 
 
 def _blocks_with(
     blocks: Sequence[PlacedBlock], kind: RegionKind
 ) -> list[tuple[PlacedBlock, dict[str, mx.array]]]:
-    """Return the blocks that have arrays of this kind, and these by name; kv in pages has none."""
+    """Return the blocks that have arrays of this kind, with the arrays by name; kv in pages has none."""
     regions = ((block, block.regions.get(kind)) for block in blocks)
     return [(block, dict(region.arrays)) for block, region in regions if isinstance(region, ArrayRegion)]
 
@@ -265,7 +265,7 @@ def _concatenate(name: str, pieces: Sequence[mx.array]) -> mx.array:
 
 
 def _cache_of(caches: Sequence[Cache], part: CachePart) -> Cache:
-    """Return the cache of this part, of its class or of a paged one that stands for it."""
+    """Return the cache of this part: of its class, or a paged one in its place."""
     cache = leaf(caches, part.path)
     entry, expected = class_of(cache), part.cache_class
     is_paged = hasattr(cache, "cache_class") and entry.kind is part.kind

@@ -1,11 +1,11 @@
 """Regions of a block on the device, cut from live caches, and their transfer to host memory and back.
 
-Inference thread only. `to_host` copies nothing: the views it returns keep the evaluated arrays
-alive and may be read and dropped on any thread, which an mx.array may not.
+Inference thread only. `to_host` copies nothing. The views it returns keep the evaluated arrays alive and,
+unlike an mx.array, may be read and dropped on any thread.
 
-A region's arrays of one type and shape lie in one buffer, one behind the other: a block of 48 layers is one
-buffer or two, not 96. Metal allows half a million buffers at once (MLX's `resource_limit`), which a RAM tier
-of one for each tensor passes at 65 GB of short tails. In files each tensor stands by itself.
+Arrays of a region with the same dtype and shape share a buffer, one after the other: a block of 48 layers has
+one or two buffers, not 96. Metal allows half a million buffers at once (MLX's `resource_limit`). With one per
+tensor, a RAM tier would exceed that at 65 GB of short tails. In files each tensor is separate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
 
 TOKEN_AXIS: Final = 2
-"""K/V arrays are [batch, heads, tokens, width]; in files and host buffers too."""
+"""K/V arrays are [batch, heads, tokens, width], in files and host buffers too."""
 
 _DTYPE_NAMES: Final[dict[mx.Dtype, str]] = {
     mx.bool_: "BOOL",
@@ -39,7 +39,7 @@ _DTYPE_NAMES: Final[dict[mx.Dtype, str]] = {
 }
 _DTYPES: Final = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _CARRIERS: Final[dict[int, type[np.generic]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Unsigned integers by item size: numpy has no bfloat16, and integers carry any bits unchanged."""
+"""Unsigned integers by item size: NumPy has no bfloat16, and integers carry any bits unchanged."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class TokenArrays:
     end: int = 0
 
     def cut(self, start: int, stop: int) -> tuple[tuple[str, mx.array], ...]:
-        """Return tokens [start, stop), [1, heads, stop - start, width], lazy and not copied yet."""
+        """Return tokens [start, stop), [1, heads, stop - start, width], lazily and not copied yet."""
         assert 0 <= start < stop, (start, stop)
         assert self.end - self.count <= start and stop <= self.end, (
             f"Tokens [{start}, {stop}) were asked of a cache that holds [{self.end - self.count}, {self.end})"
@@ -97,8 +97,8 @@ class ArrayRegion:
 
     @classmethod
     def of(cls, kind: RegionKind, arrays: Sequence[tuple[str, mx.array]]) -> ArrayRegion:
-        """Copy arrays, lazily, into as few buffers as they have types and shapes. One that is alone is copied
-        where it is part of something much larger, so that a block never keeps a whole cache alive."""
+        """Copy arrays, lazily, into one buffer per dtype and shape. An array alone in its buffer is copied,
+        too, if it is part of something much larger, so that a block never keeps a whole cache alive."""
         slices = _slices_of([(name, array.dtype, tuple(array.shape)) for name, array in arrays])
         together: list[list[mx.array]] = [[] for _ in range(1 + max((p.buffer for p in slices), default=-1))]
         for part, (_, array) in zip(slices, arrays, strict=True):
@@ -115,7 +115,7 @@ class ArrayRegion:
 
     @property
     def flat(self) -> Sequence[mx.array]:
-        """The buffers as bytes, evaluated with them: done later, it would wait for a pass in flight."""
+        """The buffers as bytes, evaluated with them: later, that would wait for a pass in flight."""
         if not self._flat:
             self._flat.extend(b.reshape(-1).view(mx.uint8) if b.size else b for b in self.buffers)
         return self._flat
@@ -132,7 +132,7 @@ class ArrayRegion:
 
 
 def _slices_of(facts: Iterable[tuple[str, mx.Dtype, tuple[int, ...]]]) -> tuple[BufferSlice, ...]:
-    """Return where arrays of these names, types and shapes lie: equal ones in one buffer, in this order."""
+    """Return where arrays of these names, dtypes and shapes go: equal ones in one buffer, in this order."""
     numbers: dict[Any, int] = {}
     counts: list[int] = []
     slices: list[BufferSlice] = []
@@ -148,14 +148,14 @@ def _slices_of(facts: Iterable[tuple[str, mx.Dtype, tuple[int, ...]]]) -> tuple[
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """Return what safetensors calls this dtype."""
+    """Return safetensors' name of this dtype."""
     return _DTYPE_NAMES[dtype]
 
 
 def compute(regions: Iterable[ArrayRegion], *, waits: bool) -> None:
-    """Have every array of these regions computed behind the device's current work, and perhaps wait for it.
+    """Compute every array of these regions after the device's current work, and perhaps wait for it.
 
-    The arrays they were cut from may be written to from now on: a device works in the order of dispatch.
+    The arrays they were cut from may be overwritten from now on: a device works in the order of dispatch.
     """
     arrays = [array for region in regions for array in (*region.buffers, *region.flat)]
     if waits:
@@ -166,7 +166,7 @@ def compute(regions: Iterable[ArrayRegion], *, waits: bool) -> None:
 
 def to_host(region: ArrayRegion) -> HostRegion:
     """Return views of the region's bytes, bit for bit, without a copy. Waits for a region that was
-    dispatched, but for nothing behind it.
+    dispatched, but for nothing after it.
 
     A view owns a reference to its array's buffer, so the bytes stay until the last view goes.
     """
@@ -183,16 +183,16 @@ def _host_tensor(region: ArrayRegion, part: BufferSlice, views: Sequence[memoryv
 
 
 def from_host(region: HostRegion) -> ArrayRegion:
-    """Copy host bytes into arrays, bit for bit; any computation left is lazy.
+    """Copy host bytes into arrays, bit for bit; any remaining computation is lazy.
 
-    Raises ValueError when a tensor's bytes do not fill its shape or its dtype is unknown.
+    Raises ValueError if a tensor's bytes do not fill its shape or its dtype is unknown.
     """
     arrays = [(tensor.name, array_of(tensor)) for tensor in region.tensors]
     return ArrayRegion.of(region.kind, sorted(arrays, key=lambda pair: pair[0]))
 
 
 def array_of(tensor: HostTensor) -> mx.array:
-    """Copy one host tensor into an array (lazy only in its last reinterpretation of bits)."""
+    """Copy one host tensor into an array (only the final reinterpretation of bits is lazy)."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise ValueError(f"Tensor {tensor.name} has dtype {tensor.dtype}, which no cache class uses")

@@ -1,1 +1,1 @@
-"""The model runner: forward passes of an mlx-lm model, and what it is loaded from."""
+"""Runner of models: forward passes of an mlx-lm model, and what it is loaded from."""

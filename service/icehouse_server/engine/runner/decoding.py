@@ -1,4 +1,4 @@
-"""Rows of sequences that are open or decode, and the pass that was dispatched for them (inference thread)."""
+"""Rows of open and decoding sequences, and the pass that was dispatched for them (inference thread)."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from icehouse_server.engine.sampling.sampling_row import SamplingRow
 
 @dataclasses.dataclass(slots=True)
 class OpenSequence:
-    """A sequence's caches, and what it draws by once it decodes."""
+    """A sequence's caches, and its sampling state once it decodes."""
 
     sequence_id: SequenceId
     row: Row
     adapter: AdapterName = NO_ADAPTER
     features: tuple[Features, ...] = ()
-    """What replaces tokens of its chunk in the pass that is being built."""
+    """What replaces tokens of its chunk in the pass being built."""
     vectors: dict[ImageKey, mx.array] = dataclasses.field(default_factory=dict)
-    """Of images that its prompt reaches."""
+    """Vectors of the images that its prompt has reached."""
     layered: LayeredChunk | None = None
     """Tokens of its prompt that have gone through some of the layers."""
     drafted: DraftedRow | None = None
-    """Draft caches that read its prompt along, and guess until the row gives them up."""
+    """Draft caches that read its prompt, too, and guess until the row gives them up."""
     sampling: SamplingRow | None = None
     """Set once it decodes."""
     speculating: SpeculatingRow | None = None
-    """Of a sequence that asked for speculation, once it decodes."""
+    """Set once it decodes, if it asked for speculation."""
     behind: list[int] = dataclasses.field(default_factory=list)
-    """Tokens that are known and not in the caches, the one drawn last at the end. None are while the last
-    one is in flight; more than one where states went back to before a wrong guess."""
+    """Known tokens that are not in the caches, the last drawn one at the end. Empty while the last one is in
+    flight; several if states were rolled back to before a wrong guess."""
 
     def start_decoding(
         self, sampling: SamplingRow, asked: DecodeRow, *, can_take_back: bool, draft_model: DraftModel | None
     ) -> None:
-        """Draw from the pass that ends the prompt on."""
+        """Start to draw, from the pass that ends the prompt."""
         self.sampling = sampling
         speculation = asked.speculation
         if speculation is None:
@@ -76,7 +76,7 @@ class OpenSequence:
 
     @property
     def waits_to_guess(self) -> bool:
-        """Whether it is fed only once its tokens are known; one that catches up is not to guess yet."""
+        """Whether it is fed only once its tokens are known. While it catches up, it does not guess yet."""
         is_late = self.drafted is not None and self.drafted.is_behind
         return self.is_guessing and not is_late and self.may_guess_ahead
 
@@ -87,10 +87,10 @@ class Draw:
 
     sequence: OpenSequence
     first: int
-    """Of the pass's logits."""
+    """Index of the first one in the pass's logits."""
     guesses: Guesses = ()
     was_asked: bool = False
-    """Whether it was to guess, though it may have found nothing."""
+    """Whether it was to guess, even if it found nothing to guess."""
 
     @property
     def count(self) -> int:
@@ -104,11 +104,11 @@ class Draw:
     def result(
         self, token_ids: list[int], finite: list[bool], logprobs: list[TokenLogprobs | None], *, is_fed: bool
     ) -> list[Drawn]:
-        """Take what was drawn in a pass that is done: right guesses count, wrong ones leave the caches.
+        """Take what was drawn in a finished pass: right guesses count, wrong ones leave the caches.
 
-        There is one token, and one more for each guess; `finite` says whether the model gave numbers to draw
-        it from. `is_fed`: the token was fed to the next pass before it was known. What is fed ahead is not
-        said yet. A sequence whose logits are no numbers is to end, and to leave nothing behind.
+        There is one token, and one more for each guess. `finite` says whether the logits of each were finite.
+        `is_fed`: the token was fed to the next pass before it was known. `fed_ahead_count` is not set yet. A
+        sequence whose logits are not finite must end, and leave nothing behind.
         """
         sequence, sampling, guesses = self.sequence, self.sampling, self.guesses
         known = cast("list[int]", guesses.tolist()) if isinstance(guesses, mx.array) else list(guesses)
@@ -132,7 +132,7 @@ class Draw:
                 taken, guess_count=len(known), accepted_count=accepted_count, was_asked=self.was_asked
             )
             if not sequence.is_guessing:
-                sequence.drafted = None  # a row that gave a draft model up does not come back to it
+                sequence.drafted = None  # a row that gave a draft model up does not return to it
         if sampling.needs_tokens:
             sampling.accept(taken[0])
         own = (sampling.is_complete, sampling.error)
@@ -144,45 +144,45 @@ class Draw:
 
 @dataclasses.dataclass(slots=True)
 class DispatchedPass:
-    """What one forward pass was asked for, on its way through the device."""
+    """A forward pass on its way through the device, with what it was asked for."""
 
     draws: list[Draw]
     logits: mx.array | None
     arrays: list[Any]
-    """What must be evaluated for the pass to be done."""
+    """What must be evaluated to finish the pass."""
     began_time: float
-    """When the device was given it; where computing begins while a pass is built, when that began."""
+    """When the device was given the pass, or began on it if it computes while a pass is built."""
     number: int
-    """By the pass clock."""
+    """The pass clock's number."""
     device_number: int
-    """By the device's clock, which has the passes of all models."""
+    """The device clock's number, which counts the passes of all models."""
     rank: Rank | None = None
-    """Of a group, which draws the same tokens everywhere."""
+    """Set in a group, where every rank draws the same tokens."""
     measured: dict[SequenceId, LogprobArrays] = dataclasses.field(default_factory=dict)
     pooled: dict[SequenceId, mx.array] = dataclasses.field(default_factory=dict)
     layered: list[tuple[OpenSequence, Chunk]] = dataclasses.field(default_factory=list)
     """Chunks that go through some layers once all else is done."""
     went_through: dict[SequenceId, LayerSpan] = dataclasses.field(default_factory=dict)
-    """Layers of chunks whose time was over."""
+    """Layers that chunks went through before their time was over."""
     layers_began_s: float = 0.0
-    """After how long they began."""
+    """When in the pass they began."""
     token_ids: mx.array | None = None
-    """One for each drawn position, once `draw` was called."""
+    """One for each drawn position; set by `draw`."""
     indices: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Of each sequence's first one in `token_ids`, by the identity of the sequence."""
+    """Index of each sequence's first token in `token_ids`, by the identity of the sequence."""
     elapsed_s: float = 0.0
-    """Once it was waited for: from where the pass before it, of any model, was seen to end, or from
-    `began_time` where that was later, until its own end was seen; 0 where that was not seen. A device that
-    is faster than the host has ended it before, and then this is how long the host took between two passes:
-    what a pass costs, all the same."""
+    """Set by waiting: from the end of the pass before, of any model, or from `began_time` if that was later,
+    to this pass's own end, as seen by the host; 0 if the end was not seen. If the device is faster than the
+    host, it had finished earlier, and this is the host's time between two passes, which is what a pass costs
+    in that case."""
     is_host_bound: bool = False
-    """Whether the device had done it before."""
+    """Whether the device had finished before the host looked."""
     _finite: mx.array | None = None
-    """Whether the logits of each drawn token were numbers."""
+    """Whether the logits of each drawn token are finite."""
     _deviation: mx.array | None = None
-    """From what other ranks computed, where that is compared."""
+    """From what the other ranks computed, if this pass is compared."""
     _logprobs: tuple[list[int], LogprobArrays] | None = None
-    """Those of some drawn tokens, with their indices in `token_ids`."""
+    """Log probabilities of some drawn tokens, with their indices in `token_ids`."""
 
     @property
     def drafted_count(self) -> int:
@@ -194,7 +194,7 @@ class DispatchedPass:
         return any(draw.sampling.needs_tokens for draw in self.draws)
 
     def forget(self, sequence_id: SequenceId) -> None:
-        """Drop the results of a sequence that was released; its id may be another one's by then."""
+        """Drop the results of a released sequence; by then its id may belong to another one."""
         self.measured.pop(sequence_id, None)
         self.pooled.pop(sequence_id, None)
 
@@ -203,9 +203,9 @@ class DispatchedPass:
         mx.async_eval(self.arrays)  # type: ignore[no-untyped-call]
 
     def _drop_arrays(self) -> None:
-        """Hold only those of the dispatched arrays that show when the pass is done.
+        """Keep only the dispatched arrays that show when the pass is done.
 
-        A view of a cache that is held while the next pass writes makes that write copy the whole cache.
+        If a view of a cache is held while the next pass writes, that write copies the whole cache.
         """
         self.logits = None
         results = [array for array in (self.token_ids, self._finite, self._deviation) if array is not None]
@@ -220,7 +220,7 @@ class DispatchedPass:
         self.arrays = results
 
     def draw(self, *, may_wait: bool) -> None:
-        """Draw every position of the pass at once, and dispatch it."""
+        """Draw every position of the pass at once, and dispatch the draws."""
         if self.draws:
             rows: list[SamplingRow] = []
             where: list[int] = []
@@ -255,8 +255,8 @@ class DispatchedPass:
     def read(
         self, *, is_current: Callable[[OpenSequence], bool], is_fed: Callable[[OpenSequence], bool]
     ) -> list[Drawn]:
-        """Return what was drawn for sequences that are current still. `is_fed`: whether what one drew was fed
-        to the next pass before it was known."""
+        """Return what was drawn for sequences that are still current. `is_fed` tells whether a sequence's
+        token was fed to the next pass before it was known."""
         if self.token_ids is None:
             return []
         assert self._finite is not None
@@ -278,13 +278,13 @@ class DispatchedPass:
 
 
 def digest_of(sequences: Mapping[SequenceId, OpenSequence]) -> int:
-    """Return 64 bits that stand for the tokens of these sequences."""
+    """Return a 64-bit digest of the tokens of these sequences."""
     states = [(key, each.row.token_count, each.behind) for key, each in sequences.items()]
     return int.from_bytes(hashlib.blake2b(repr(states).encode(), digest_size=8).digest())
 
 
 def features_of(chunk: Chunk, vectors: Mapping[ImageKey, mx.array]) -> tuple[Features, ...]:
-    """Return what replaces the chunk's tokens of images."""
+    """Return the vectors that replace the chunk's image tokens."""
     return tuple(
         Features(
             part.start,

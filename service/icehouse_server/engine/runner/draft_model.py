@@ -1,8 +1,8 @@
-"""Draft model: draft tokens from a small model of the same vocabulary (inference thread).
+"""Draft model: guesses tokens with a small model of the same vocabulary (inference thread).
 
 Speculative decoding (Leviathan 2022; Chen 2023) with the draft model's likeliest tokens. A sequence's draft
-caches read its prompt along with the model's own; what they missed, because it was reused from the prefix
-cache, they catch up with by one bounded chunk a pass, beside its plain decoding.
+caches read its prompt along with the model's own. Tokens that they missed, because these were reused from the
+prefix cache, are read one bounded chunk per pass, beside plain decoding.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from icehouse_server.errors import model_invalid
 from icehouse_server.text.tokenizer import Tokenizer
 
 _CHUNK_TOKEN_COUNT = 128
-"""Tokens that a pass may add to the draft caches of sequences that catch up; they guess nothing meanwhile."""
+"""Tokens that a pass may add to draft caches that catch up; their sequences guess nothing meanwhile."""
 
 
 class DraftedRow:
-    """One sequence's draft caches. They hold every token but those that are `behind`."""
+    """One sequence's draft caches. They hold every token except those `behind`."""
 
     __slots__ = ("behind", "row")
 
@@ -46,12 +46,12 @@ class DraftedRow:
 
     @property
     def is_behind(self) -> bool:
-        """Whether more is missing than the next pass can read beside guessing."""
+        """Whether more is missing than the next pass can read while guessing."""
         return len(self.behind) > _CHUNK_TOKEN_COUNT
 
 
 class DraftModel:
-    """The loaded draft model, which guesses for all sequences that ask in the same passes."""
+    """The loaded draft model, which guesses for all sequences in the same passes."""
 
     def __init__(
         self, model: Any, *, facts: PassFacts, vocabulary_size: int, footprint: DraftFootprint
@@ -70,10 +70,10 @@ class DraftModel:
         tokenizer: Tokenizer,
         is_hurried: Callable[[], bool],
     ) -> Steps[DraftModel]:
-        """Load what guesses for the model of `info`; yields as `model_loader.load_steps`.
+        """Load a draft model for the model of `info`; yields as `model_loader.load_steps`.
 
-        Raises ModelError when the folder cannot be served, spells other tokens, or has caches from which
-        guesses cannot be taken back.
+        Raises ModelError if the folder cannot be served, its vocabulary differs, or guesses cannot be taken
+        back out of its caches.
         """
         own = model_loader.load_tokenizer(source)
         if own.vocabulary_json() != tokenizer.vocabulary_json() or not _spells_alike(own, tokenizer):
@@ -92,7 +92,7 @@ class DraftModel:
                 "choose one with attention layers only"
             )
         facts = model_loader.describe(loaded, source, own, "")
-        # One token more shows what a token takes; windows are counted as they grow.
+        # Adding tokens shows how much each takes; windows count as they grow.
         step = step_token_count(caches)
         sizes = []
         for token_count in (1, step + 1):
@@ -112,12 +112,11 @@ class DraftModel:
         self._forward.close()
 
     def open(self) -> DraftedRow:
-        """Make empty draft caches for a sequence, which get as long as its own."""
+        """Make empty draft caches for a sequence, which will grow as long as its own."""
         return DraftedRow(Row(make_caches(self._model)))
 
     def read(self, parts: Sequence[tuple[DraftedRow, int]]) -> list[Any]:
-        """Let rows read so many of the tokens that they are behind, or all; return what must be evaluated for
-        it to be done."""
+        """Feed each row up to this many of the tokens that it is behind. Return the arrays to evaluate."""
         fed: list[int] = []
         shares: list[Share] = []
         for drafted, count in parts:
@@ -129,9 +128,9 @@ class DraftModel:
         return self._forward.run(mx.array(fed, dtype=mx.uint32), shares).arrays if shares else []
 
     def propose(self, rows: Sequence[DraftedRow], *, count: int) -> tuple[mx.array | None, list[Any]]:
-        """Guess how sequences go on that are not behind, and let the others catch up.
+        """Guess the next tokens of sequences that are not behind, and let the others catch up.
 
-        Returns [rows that are not behind, count], not computed yet, and what must be evaluated besides.
+        Returns [rows that are not behind, count], lazily, and what else must be evaluated.
         """
         late = [drafted for drafted in rows if drafted.is_behind]
         ready = [drafted for drafted in rows if not drafted.is_behind]
@@ -151,7 +150,7 @@ class DraftModel:
                 shares = [Share(drafted.row, 1, logit_count=1) for drafted in rows]
             fed = mx.argmax(output.logits[:, : self._vocabulary_size], axis=-1)
             guesses.append(fed)
-        # Guesses were fed one by one, which windows cannot take back: return to before the first of them.
+        # Windows cannot take back guesses that were fed one by one, so return to before the first guess.
         for undo in undos:
             undo()
         for drafted in rows:
@@ -161,7 +160,7 @@ class DraftModel:
 
 
 def _spells_alike(one: Tokenizer, other: Tokenizer) -> bool:
-    """Compare the ends of a slow tokenizer's vocabulary, which has no table to compare."""
+    """Compare the ends of a slow tokenizer's vocabulary, since it has no table to compare."""
     count = other.vocabulary_size
     return one.vocabulary_size == count and all(
         one.piece(token_id) == other.piece(token_id) for token_id in (*range(min(64, count)), count - 1)

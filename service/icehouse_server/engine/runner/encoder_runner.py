@@ -1,7 +1,7 @@
 """Encoder runner: loads an encoder and makes vectors or scores of whole prompts (inference thread).
 
-To the engine it is a runner like any: requests queue, expire and are counted as those of other models. But a
-prompt runs in one pass (`SchedulerLimits.runs_whole`), nothing is kept of it, and nothing is drawn.
+To the engine it is a runner like any other: requests queue, expire and are counted as for other models. But a
+prompt runs in one pass (`SchedulerLimits.runs_whole`), nothing of it is kept, and nothing is drawn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SCORE_COPIES = 2
 
 
 class NoBlocks:
-    """The prefix cache's side of it, of which nothing is asked once it knows why."""
+    """What the prefix cache sees of an encoder. It uses nothing else, once it knows that nothing is kept."""
 
     facts = CacheFacts(unsupported_detail="an encoder keeps nothing of a text")
 
@@ -58,7 +58,7 @@ class EncoderRunner:
         clock: Clock,
         device_clock: DeviceClock | None = None,
     ) -> None:
-        """`device_clock` is that of all models of the process, where there are others."""
+        """`device_clock` is shared by all models of the process, if there are others."""
         self._source = source
         self._tokenizer = tokenizer
         self._settings = settings
@@ -92,7 +92,7 @@ class EncoderRunner:
             room_step_token_count=1,
             attended_bytes_per_token=_SCORE_COPIES * QUERY_SLICE * shape.head_count * shape.compute_bytes,
         )
-        # So that what it needs is compiled before anyone waits for it.
+        # To compile what it needs before anyone waits for it.
         yield None
         self._vectors([(0,), (0, 0)])
         mx.reset_peak_memory()
@@ -132,7 +132,7 @@ class EncoderRunner:
         return PassResult(drawn=failed, pooled=pooled, elapsed_s=self._clock.monotonic() - began)
 
     def _vectors(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Return [texts, size] in float32, on the host; the shortest text comes first."""
+        """Return [texts, size] in float32, on the host; `texts` must be sorted by length."""
         numbers = self._loaded(texts)
         mx.eval(numbers)
         self._device_clock.note_other(self._clock.monotonic())

@@ -1,7 +1,7 @@
-"""Adapter to mlx-lm: everything taken from its non-public corners, with a contract test.
+"""Adapter to mlx-lm: everything taken from its non-public parts, with a contract test.
 
-mlx-lm >= 0.32, < 0.33. Each function here says what it relies on;
-`tests/unit/engine/runner/test_mlx_lm.py` fails when that moves.
+mlx-lm >= 0.32, < 0.33. Each function here says what it relies on; `tests/unit/engine/runner/test_mlx_lm.py`
+fails when that changes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mlx_lm.utils import (
 from transformers import AutoTokenizer
 
 Classes = Callable[[dict[str, Any]], tuple[Any, Any]]
-"""From config.json to what a model and its arguments are made of."""
+"""From config.json to the classes of a model and of its arguments."""
 
 
 def knows(config: Mapping[str, Any]) -> bool:
-    """Return whether the installed mlx-lm has a class for what config.json names."""
+    """Return whether the installed mlx-lm has a class for the model in config.json."""
     try:
         _get_classes(dict(config))
     except (ValueError, AttributeError, TypeError):  # no module of that name, or no model's; or no name
@@ -49,8 +49,8 @@ def read_model(
 
 
 def bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """As mlx-lm finds them, for embedding models: some are published as the model's body alone, and no weight
-    has its name in front."""
+    """As mlx-lm finds them, for embedding models: some are published as the model's body alone, so that no
+    weight's name begins with the body's."""
     model_class, args_class = _get_classes(config)
 
     def make(args: Any) -> Any:
@@ -76,12 +76,11 @@ def read_adapter(model: Any, path: str) -> Any:
 def read_tokenizer(path: Path, *, eos_token_ids: Any, trust_remote_code: bool) -> Any:
     """Load mlx-lm's TokenizerWrapper from a model folder.
 
-    mlx-lm's own loader also makes a streaming detokenizer out of the whole vocabulary. It is not used
-    here, and was a third of the CPU time for a vocabulary of 262,144 tokens (2.9 s against 1.9 s on an
-    x86 core, mlx-lm 0.32.2). That loader is called only where the chat template is a Python module of
-    mlx-lm.
+    mlx-lm's own loader also makes a streaming detokenizer from the whole vocabulary. It is not used here, and
+    took a third of the CPU time for a vocabulary of 262,144 tokens (2.9 s against 1.9 s on an x86 core,
+    mlx-lm 0.32.2). That loader is called only if the chat template is a Python module of mlx-lm.
     """
-    # Said in either case: where nothing is said, transformers asks on the terminal, and a yes runs the code.
+    # Passed even if false: without it, transformers asks on the terminal, and a yes runs the code.
     extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     inner = AutoTokenizer.from_pretrained(path, **extra)
     if inner.init_kwargs.get("chat_template_type") or _tokenizer_defaults(path):

@@ -1,6 +1,6 @@
 """Model loader: from a folder to a loaded model, its LoRA adapters and the facts about it (inference thread).
 
-Every way a folder can be wrong ends in one ModelError that says what to do.
+Every way in which a folder can be wrong ends in one ModelError that says what to do.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from icehouse_server.text.tokenizer import Tokenizer
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _DEFAULT_CONTEXT_TOKENS = 32_768
 _SLICE_BYTES = 16 << 20
-"""Of weights read at once: what decodes beside waits for so long."""
+"""Bytes of weights read at once, while other models' decoding waits."""
 _DISK_WAIT_S = 0.002
 """Until it asks again whether a slice has been read."""
 _MISSING_EXTRA = (
@@ -53,7 +53,7 @@ _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "n_positions"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """Where an adapter is, and what it was when the server started."""
+    """Where an adapter is, and its digest when the server started."""
 
     name: AdapterName
     path: Path
@@ -62,19 +62,19 @@ class AdapterSource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the model is and how to load it. `dtype` "" means the folder's own."""
+    """Where the model is and how to load it. A `dtype` of "" means the folder's own."""
 
     path: Path
     model_id: str
     dtype: str = ""
     adapter_path: str | None = None
-    """An adapter that is a part of the model, for every request."""
+    """An adapter that is part of the model, for every request."""
     adapters: tuple[AdapterSource, ...] = ()
     """Adapters that requests may choose."""
     context_token_limit: int | None = None
     trust_remote_code: bool = False
     code: KvCode | None = None
-    """What the fingerprint holds of the code that computes KV; None where no block outlives the process."""
+    """What the fingerprint holds of the code that computes KV; None if no block outlives the process."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,14 +82,14 @@ class LoadedModel:
     """The model object and its config.json, later merged with generation_config.json."""
 
     model: Any
-    """What reads tokens; of a model that sees, the half that does."""
+    """The part that reads tokens; of a model with vision, its text half."""
     config: dict[str, Any]
     tower: VisionTower | None = None
-    """What makes vectors of images."""
+    """The tower that makes vectors of images."""
     world: int = 1
     """Ranks that the model is sharded over."""
     whole_count: int = 0
-    """Parameters of the whole model, where this is a share of it."""
+    """Parameters of the whole model, if this is a share of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class AdaptedModel:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return config.json of a model folder. Raises ModelError when there is none to read."""
+    """Return config.json of a model folder. Raises ModelError if it cannot be read."""
     if not path.is_dir():
         raise model_invalid(
             f"there is no model folder at {path}; pass --model a folder with config.json and "
@@ -118,7 +118,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def sight_of(path: Path) -> Sight:
-    """Return what is served of a model folder's images; raises ModelError for a folder that is no model's."""
+    """Return how a model folder's images are served; raises ModelError if it is not a model folder."""
     config = read_config(path)
     if mlx_vlm.refusal(path, config) is not None:
         return Sight.NONE
@@ -128,7 +128,7 @@ def sight_of(path: Path) -> Sight:
 
 
 def sees_images(path: Path) -> bool:
-    """Whether images are served of the model in a folder; raises ModelError where nothing of it can be,
+    """Whether images are served for the model in a folder. Raises ModelError if not even its text can be,
     because the extra is missing."""
     sight = sight_of(path)
     if sight is Sight.UNREADABLE:
@@ -137,7 +137,7 @@ def sees_images(path: Path) -> bool:
 
 
 def reads_whole(path: Path) -> bool:
-    """Whether the model in a folder is an encoder; raises ModelError for a folder that is no model's."""
+    """Whether the model in a folder is an encoder; raises ModelError if it is not a model folder."""
     return is_encoder(read_config(path))
 
 
@@ -164,9 +164,9 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 def load_steps(
     source: ModelSource, *, is_hurried: Callable[[], bool], rank: Rank | None = None
 ) -> Steps[LoadedModel]:
-    """Load weights onto the device, converted to `source.dtype` when one is named; of a `rank`, its share.
+    """Load weights onto the device, converted to `source.dtype` if it is named; for a `rank`, its share.
 
-    While it `is_hurried`, it yields where it would wait for the disk.
+    While `is_hurried`, it yields instead of waiting for the disk.
     """
     sees = sees_images(source.path)
     tower = None
@@ -211,7 +211,7 @@ def load_steps(
 def _read_weights(
     parts: Iterable[Any], folder: Path, is_hurried: Callable[[], bool]
 ) -> Iterator[float | None]:
-    """Have parameters read from their files, so many bytes at a time."""
+    """Read parameters from their files, a slice of bytes at a time."""
     waiting: list[mx.array] = []
     asked_bytes = slice_bytes = 0
     with ReadAhead(sorted(folder.glob("*.safetensors"))) as ahead:
@@ -230,13 +230,13 @@ def _read_weights(
 
 
 def _forget_draws() -> None:
-    """Compute MLX's next random key. Each layer draws weights before it gets its own, and without this the
-    key keeps a record of every draw in memory: some 2 kB a layer, each time that a model is loaded."""
+    """Compute MLX's next random key. Each layer draws weights before it gets its own. Without this, the key
+    keeps a record of every draw in memory: some 2 kB per layer, each time that a model is loaded."""
     mx.eval(mx.random.state)
 
 
 def _classes_for(path: Path) -> mlx_lm.Classes | None:
-    """Return what a folder's model is made of, where that is not what mlx-lm makes of it by itself."""
+    """Return the classes of a folder's model, if they are not those that mlx-lm finds by itself."""
     if reads_whole(path):
         return encoder_classes(path)
     recipe = recipe_of(path)
@@ -249,7 +249,7 @@ def _classes_for(path: Path) -> mlx_lm.Classes | None:
 def _load_error(
     source: ModelSource, config: Mapping[str, Any], complaint: str, error: Exception, *, hint: str = ""
 ) -> ModelError:
-    """Return why a folder cannot be loaded: that nobody knows its kind, or else the library's own words."""
+    """Return why a folder cannot be loaded: an unknown model type, or else the library's own words."""
     is_known = is_encoder(config) or mlx_vlm.is_needed(config) or mlx_lm.knows(config)
     if "model_file" in config or is_known:
         return model_invalid(f"{complaint}: {one_line(error)}{hint}")
@@ -301,7 +301,7 @@ def describe(
 
 
 def _recipe(path: Path) -> Recipe:
-    """Return what a model's folder says of its vectors; raises ModelError."""
+    """Return what a model's folder says about its vectors; raises ModelError."""
     try:
         return recipe_of(path)
     except (OSError, ValueError) as error:
@@ -309,8 +309,8 @@ def _recipe(path: Path) -> Recipe:
 
 
 def _purpose(model: Any, recipe: Recipe, path: Path) -> tuple[ModelKind, Pooling]:
-    """Return what a model is for, and how a vector is made of its hidden states; raises ModelError where a
-    decoder's folder asks for what only encoders do here."""
+    """Return what a model is for, and how its hidden states become a vector. Raises ModelError if a decoder's
+    folder asks for what only encoders do here."""
     if isinstance(model, Encoder):
         return (ModelKind.RERANK if model.has_head else ModelKind.EMBEDDING), Pooling.OWN
     if recipe.gather is None:
@@ -330,17 +330,17 @@ def vocabulary_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says, fit for a message of ours."""
+    """Return an error's text as one line, fit for our own messages."""
     return " ".join(str(error).split())
 
 
 def parameters_of(model: Any) -> list[tuple[str, mx.array]]:
-    """Return every array of a module tree that is a parameter, with its name."""
+    """Return all parameter arrays of a module tree, with their names."""
     return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
 
 
 def convert(model: Any, dtype_name: str) -> None:
-    """Cast floating weights that are of another dtype; scales of quantized layers keep their own."""
+    """Cast floating weights to a dtype; scales of quantized layers keep theirs."""
     if any(name.endswith(".scales") for name, _ in parameters_of(model)):
         return
     dtype = _DTYPES[dtype_name]
@@ -353,13 +353,13 @@ def convert(model: Any, dtype_name: str) -> None:
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
-    """Return generation_config.json of a model folder, empty without one; raises ModelError."""
+    """Return generation_config.json of a model folder, or {} without one; raises ModelError."""
     file = path / "generation_config.json"
     return read_json(file) if file.exists() else {}
 
 
 def shape_of(loaded: LoadedModel) -> ModelShape:
-    """Return what this model's temporary arrays are made of."""
+    """Return what this model's temporary arrays depend on."""
     floating = [a.dtype for _, a in parameters_of(loaded.model) if mx.issubdtype(a.dtype, mx.floating)]
     compute_bytes = floating[0].size if floating else 4
     is_kept = keeps_scores(
@@ -377,11 +377,11 @@ def has_sinks(model: Any) -> bool:
 def attach(
     adapter: AdapterSource, base: LoadedModel, source: ModelSource, *, rank: Rank | None = None
 ) -> AdaptedModel:
-    """Load a LoRA adapter beside the model, of a `rank` its share; raises ModelError where it does not fit.
+    """Load a LoRA adapter beside the model, or a `rank`'s share of it; raises ModelError if it does not fit.
 
-    It gets a module tree of its own: a second tree of the same class is made from the folder, lazily, and
-    given the loaded model's own arrays, where it is sharded once it is. What was not loaded twice is not held
-    twice.
+    It gets its own module tree: a second tree of the same class is made from the folder, lazily, and given
+    the loaded model's arrays, after sharding if the model is sharded. Nothing is in memory twice that was not
+    loaded twice.
     """
     try:
         tree, _ = mlx_lm.read_model(source.path, lazy=True, trust_remote_code=source.trust_remote_code)
@@ -391,7 +391,7 @@ def attach(
         tree = mlx_lm.read_adapter(tree, str(adapter.path))
         config = read_json(adapter.path / "adapter_config.json")
         kind = str(config.get("fine_tune_type", "lora"))
-        # mlx-lm lets an adapter have fewer tensors than its layers need.
+        # mlx-lm accepts an adapter with fewer tensors than its layers need.
         held = cast("dict[str, mx.array]", mx.load(str(adapter.path / "adapters.safetensors")))
         missing = _own(tree, bare).keys() - held.keys()
         if missing:

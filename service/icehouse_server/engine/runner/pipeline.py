@@ -1,17 +1,16 @@
 """Pipeline of passes: each feeds every decoding sequence and some prompts (inference thread).
 
-A device that computes on its own (Metal, CUDA) runs a pass ahead: the next pass is dispatched, with the
-tokens drawn last as an array among its input, before those tokens are read. So it computes while Python
-publishes. On MLX's CPU build the dispatch itself waits, so running ahead would only delay every first token
-by a pass.
+A device that computes on its own (Metal, CUDA) runs a pass ahead: the next pass is dispatched before the last
+tokens are read, with those tokens as an array among its input. So the device computes while Python publishes.
+On MLX's CPU build the dispatch itself waits, so running ahead would only delay every first token by a pass.
 
-Where a draw depends on the tokens before it (penalties, banned sequences, a constraint), a pass ahead is cut
-in two: the forward is dispatched, the last tokens are read and masks made while it runs, then the draw is
-dispatched. What is measured or pooled of a prompt is read when its pass is collected.
+If a draw depends on the tokens before it (penalties, banned sequences, a constraint), a pass ahead is cut in
+two: the forward is dispatched, the last tokens are read and masks made while it runs, and then the draw is
+dispatched. Measured and pooled results of a prompt are read when its pass is collected.
 
-A row that guesses is fed only once its tokens are known, so in every second pass, while all others are fed in
-each. Until its guesses are judged its caches hold more than is known; those with windows or states cannot be
-cut then, so a row that has any guesses only while all rows do, and such passes are waited for.
+A row that guesses is fed only once its tokens are known, so only in every second pass; other rows are fed in
+each. Until its guesses are judged, its caches hold more than is known. Caches with windows or states cannot
+be cut then, so a row that has any guesses only while all rows do, and such passes are waited for.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ from icehouse_server.engine.sampling.logprobs import measure
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Fed:
-    """What one sequence brings to a pass."""
+    """What one sequence adds to a pass."""
 
     share: Share
     sequence: OpenSequence
     token_ids: Sequence[int]
-    """Those that are known; empty where the last one is in flight."""
+    """The known ones; empty while the last one is in flight."""
     guesses: Guesses = ()
     was_asked: bool = False
-    """Whether it was to guess, though it may have found nothing."""
+    """Whether it was to guess, even if it found nothing to guess."""
     chunk: Chunk | None = None
 
 
 _DONE = 0.02
-"""Of a pass's time: to wait for it took less, so the device had done it before."""
+"""Share of a pass's time: if waiting for it took less, the device had already finished."""
 _LIKELY = 0.75
-"""Of the time that a layer took: the next one takes that at least."""
+"""The next layer takes at least this share of the last one's time."""
 
 
 class Pipeline:
-    """Runs passes one behind the other."""
+    """Runs passes one after the other."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class Pipeline:
         self._pass_clock = pass_clock
         self._device_clock = device_clock
         self.forwards: dict[AdapterName, ForwardPass] = {}
-        """One for each module tree: the model by itself, and with each adapter."""
+        """One for each module tree: the model alone, and with each adapter."""
         self.draft_model: DraftModel | None = None
         self._decoding: dict[SequenceId, OpenSequence] = {}
         self._in_flight: DispatchedPass | None = None
@@ -91,8 +90,8 @@ class Pipeline:
         *,
         reads_at_once: bool = False,
     ) -> PassResult:
-        """Run one pass over the decoding sequences and these chunks. A chunk's sequence that draws decodes in
-        the passes after this one. `reads_at_once`: wait for it, though the device might run ahead."""
+        """Run one pass over the decoding sequences and these chunks. If a chunk's sequence draws, it decodes
+        in later passes. `reads_at_once`: wait for the pass, even on a device that could run ahead."""
         is_ahead = self._is_pipelined and not reads_at_once and not (self._is_only_guessing and not parts)
         before, self._in_flight = self._in_flight, None
         ended: list[DispatchedPass] = []
@@ -109,7 +108,7 @@ class Pipeline:
             current = self._built(parts, before, is_ahead=is_ahead)
         finally:
             early_time = EARLY_START.end()
-        FIRST_WAIT.come()  # this dispatch waits, where nothing ran ahead
+        FIRST_WAIT.come()  # this dispatch waits if nothing ran ahead
         if self._is_pipelined:
             current.began_time = self._clock.monotonic() if early_time is None else early_time
         if before is not None and current.needs_tokens:
@@ -133,16 +132,16 @@ class Pipeline:
 
     @property
     def _is_only_guessing(self) -> bool:
-        """Whether nobody would run ahead: who guesses waits for what came of it."""
+        """Whether running ahead serves nobody: rows that guess wait for the outcome."""
         return bool(self._decoding) and all(s.is_guessing for s in self._decoding.values())
 
     def release(self, sequence: OpenSequence) -> None:
-        """Forget a sequence; what is in flight of it is dropped."""
+        """Forget a sequence, and drop its results in flight."""
         self._decoding.pop(sequence.sequence_id, None)
         if self._in_flight is not None:
             self._in_flight.forget(sequence.sequence_id)
         sequence.row.leave_group()
-        # A pass in flight knows the sequence until another one is run, which may be much later.
+        # A pass in flight keeps the sequence until another one runs, which may be much later.
         sequence.row = Row([])
 
     def clear(self) -> None:
@@ -158,8 +157,8 @@ class Pipeline:
     def _built(
         self, parts: Sequence[tuple[OpenSequence, Chunk]], before: DispatchedPass | None, *, is_ahead: bool
     ) -> DispatchedPass:
-        """Build a pass, lazily. Where it will be waited for, what goes through some layers is left until the
-        rest of it is done."""
+        """Build a pass, lazily. If it will be waited for, chunks that go through some layers are left until
+        the rest of it is done."""
         number = self._pass_clock.dispatch()
         began_time = 0.0 if self._is_pipelined else self._clock.monotonic()
         rows = self._rows_for(before)
@@ -172,7 +171,7 @@ class Pipeline:
         guesses_by_id = {id(s): own for s, own in zip(guessing, guesses, strict=True)}
         fed = [_of_row(s, guesses_by_id.get(id(s)), before) for s in rows]
         fed += [_of_chunk(sequence, chunk) for sequence, chunk in parts if chunk.layers is None]
-        # Rows of one token lie first in a pass, so that nothing is put in another order there.
+        # Rows with one token come first in a pass, so nothing needs to be reordered there.
         fed.sort(key=lambda each: each.share.token_count > 1 or not each.share.row.token_count)
         device_number = self._device_clock.begin()
         current = DispatchedPass([], None, arrays, began_time, number, device_number, self._rank)
@@ -200,8 +199,8 @@ class Pipeline:
         return current
 
     def _rows_for(self, before: DispatchedPass | None) -> list[OpenSequence]:
-        """Return who decodes in a pass that is built while another one may be in flight: all but those that
-        guess and wait for their tokens of it."""
+        """Return the sequences that decode in a pass that is built while another may be in flight: all except
+        those that guess and still wait for their tokens from it."""
         rows: list[OpenSequence] = []
         for sequence in self._decoding.values():
             if before is not None and id(sequence) in before.indices and sequence.waits_to_guess:
@@ -212,7 +211,7 @@ class Pipeline:
         return rows
 
     def _through_layers_in_time(self, current: DispatchedPass) -> None:
-        """Take chunks through layers behind all else in the pass, until their time is over."""
+        """Take chunks through layers after all else in the pass, until their time is over."""
         for sequence, chunk in current.layered:
             span = chunk.layers
             assert span is not None, "It goes through all layers with the others"
@@ -234,7 +233,7 @@ class Pipeline:
     def _through_layers(
         self, sequence: OpenSequence, token_ids: Sequence[int], layers: LayerSpan
     ) -> list[Any]:
-        """Take a chunk through some layers, beside what else is in the pass; return what to evaluate."""
+        """Take a chunk through some layers, beside the rest of the pass; return what to evaluate."""
         forward = self.forwards[sequence.adapter]
         if not layers.first:
             sequence.layered = forward.begin_layers(sequence.row, token_ids)
@@ -280,8 +279,8 @@ class Pipeline:
         return output.logits
 
     def _collect(self, ended: DispatchedPass, *, behind: DispatchedPass | None = None) -> list[Drawn]:
-        """Wait for a pass and take what was drawn in it; what was released meanwhile is dropped. `behind`:
-        the pass that was dispatched meanwhile, with tokens drawn in the ended one."""
+        """Wait for a pass and take what was drawn in it, except for sequences released meanwhile. `behind` is
+        the pass dispatched after it, with tokens drawn in it."""
         came_time = self._clock.monotonic()
         ended.wait()
         self._pass_clock.end(ended.number)
@@ -295,7 +294,7 @@ class Pipeline:
         )
 
     def _result(self, drawn: list[Drawn], ended: Sequence[DispatchedPass], *, is_behind: bool) -> PassResult:
-        """Return the result of passes that were waited for; the time is the last one's."""
+        """Return the result of passes that were waited for; times are the last one's."""
         drawn = self._with_fed_ahead(drawn)
         if not ended:
             return PassResult(drawn, is_behind=is_behind)
@@ -314,7 +313,7 @@ class Pipeline:
         )
 
     def _with_fed_ahead(self, drawn: Sequence[Drawn]) -> list[Drawn]:
-        """Note with each token how many from it on are in the caches: all of them but those left behind."""
+        """Note with each token how many, from it on, are in the caches: all except those in `behind`."""
         later: collections.Counter[SequenceId] = collections.Counter()
         noted: list[Drawn] = []
         for each in reversed(drawn):
@@ -325,7 +324,7 @@ class Pipeline:
 
 
 def _of_row(sequence: OpenSequence, guesses: Guesses | None, before: DispatchedPass | None) -> _Fed:
-    """Feed a decoding sequence; `guesses` are None where it was not asked for any."""
+    """Feed a decoding sequence; `guesses` is None if it was not to guess."""
     in_flight = before is not None and id(sequence) in before.indices
     token_ids = () if in_flight else tuple(sequence.behind)
     fed = () if guesses is None else guesses
@@ -336,7 +335,7 @@ def _of_row(sequence: OpenSequence, guesses: Guesses | None, before: DispatchedP
 
 def _of_chunk(sequence: OpenSequence, chunk: Chunk) -> _Fed:
     count = len(chunk.token_ids)
-    sequence.layered = None  # what is on its way begins anew or not at all
+    sequence.layered = None  # a chunk in progress starts over or not at all
     is_measured = chunk.wanted is not None and bool(chunk.next_token_ids)
     hidden_count = {None: 0, Pooling.LAST_TOKEN: 1}.get(chunk.pooling, count)
     share = Share(

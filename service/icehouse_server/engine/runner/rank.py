@@ -1,7 +1,7 @@
 """Rank: a model runner's part of a model that is sharded over a group of machines (inference thread).
 
-Each rank computes its share of every layer and adds it to the others'. So all ranks must run the same
-passes in the same order, on the same tokens; what they draw is rank 0's.
+Each rank computes its share of every layer and adds it to the others'. So all ranks must run the same passes
+in the same order, on the same tokens; the tokens drawn are rank 0's.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from icehouse_server.engine.runner.forward.sharded_adapters import TakenAdapters
 from icehouse_server.errors import ModelError, model_invalid
 
 _JOIN_S = 30.0
-"""How long joining may take: all ranks do it at the same time, once they have said that they will."""
+"""How long joining may take: all ranks join at the same time, once each has said that it will."""
 _CHECK_INTERVAL = 64
 _DEVIATION_LIMIT = 0.02
 """Devices of one kind round alike, but those of different generations need not."""
 _LEAST = 1e-30
-"""What is divided by where all logits are 0."""
+"""The divisor if all logits are 0."""
 
 Group = Any
 """mx.distributed.Group, which mlx's type hints do not name."""
 
 
 class Rank:
-    """One rank. `join` waits for the others, so it is called once all are there."""
+    """One rank. `join` waits for the others, so call it once all are there."""
 
     def __init__(self, named_ranks: Callable[[], AbstractContextManager[str]]) -> None:
-        """In `named_ranks` MLX knows who the ranks are; it yields which of its backends connects them."""
+        """Inside `named_ranks` MLX knows who the ranks are; it yields which of its backends connects them."""
         self._named_ranks = named_ranks
         self._group: Group = None
 
     @property
     def world(self) -> int:
-        """How many ranks there are; after `join`."""
+        """Number of ranks; after `join`."""
         return int(self._group.size())
 
     @property
@@ -49,10 +49,10 @@ class Rank:
         return int(self._group.rank()) == 0
 
     def join(self) -> None:
-        """Connect with the other ranks. Ends the process where that takes too long; raises Unavailable where
-        MLX cannot."""
-        # MLX waits for a rank that died meanwhile for ever, and holds the interpreter's lock: neither a
-        # signal nor a thread of ours would be heard. This timer needs no lock.
+        """Connect with the other ranks. Ends the process if that takes too long; raises Unavailable if MLX
+        cannot connect."""
+        # If a rank dies meanwhile, MLX waits for ever and holds the interpreter's lock, so no signal or
+        # thread of ours would run. This timer needs no lock.
         faulthandler.dump_traceback_later(_JOIN_S, exit=True)
         try:
             with self._named_ranks() as backend:
@@ -63,10 +63,10 @@ class Rank:
             faulthandler.cancel_dump_traceback_later()
 
     def shard(self, model: Any, *, given: Mapping[str, mx.array] | None = None) -> int:
-        """Keep this rank's share of a model whose weights are not read yet; return how many numbers the whole
-        model has. Raises ModelError, or ValueError for a LoRA layer.
+        """Keep this rank's share of a model whose weights are not read yet; return the parameter count of the
+        whole model. Raises ModelError, or ValueError for a LoRA layer.
 
-        `given` are arrays of a share that was loaded before, by the names they have without an adapter.
+        `given` are arrays of a share that was loaded before, by their names without an adapter.
         """
         if not hasattr(model, "shard"):
             raise model_invalid(
@@ -82,7 +82,7 @@ class Rank:
             raise self._indivisible(" ".join(str(error).split())) from error
         if _size(model) >= before:
             raise model_invalid("mlx-lm shards no weight of this model; serve it on one machine")
-        # mlx-lm rounds down where a count of heads is no multiple, and the rest of them would be lost.
+        # mlx-lm rounds down if a count of heads is not a multiple, and the rest would be lost.
         for place, count in _counts(model).items():
             whole = counts.get(place, count)
             is_repeated = count == 1 and whole and self.world % whole == 0
@@ -100,20 +100,20 @@ class Rank:
         )
 
     def is_checked(self, number: int) -> bool:
-        """Whether the ranks compare what they computed in the pass of this number."""
+        """Whether the ranks compare their results in the pass with this number."""
         return number % _CHECK_INTERVAL == 0
 
     def deviation(self, logits: mx.array) -> mx.array:
-        """Return how far this rank's logits, [rows, vocabulary], are from the mean of all ranks', as a share
-        of it: the mean size of a logit stands for them. A row whose logits are no numbers is one caller's
-        trouble, and is left out."""
+        """Return how far this rank's logits, [rows, vocabulary], are from the mean over all ranks, as a share
+        of it. Their mean absolute value stands for them. NaN and infinite logits are one caller's problem and
+        do not count."""
         wide = logits.astype(mx.float32)
         own = mx.where(mx.isfinite(wide), mx.abs(wide), 0.0).mean()
         mean = mx.distributed.all_sum(own, group=self._group) / self.world
         return mx.abs(own - mean) / mx.maximum(mean, _LEAST)
 
     def check(self, deviation: mx.array) -> None:
-        """Raise Unavailable where this rank computed something else than the others."""
+        """Raise Unavailable if this rank computed something else than the others."""
         share = float(np.array(deviation))
         if not share <= _DEVIATION_LIMIT:
             raise rank_lost(f"the ranks' logits differ by {share:.3f} of their size")
@@ -125,13 +125,13 @@ class Rank:
 
 
 def _size(model: Any) -> int:
-    """Return how many numbers a model's weights are."""
+    """Return how many numbers a model's weights hold."""
     weights = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
     return sum(array.size for _, array in weights)
 
 
 def _counts(model: Any) -> dict[str, int]:
-    """Return the whole numbers that a model's modules have, heads among them, by where they are."""
+    """Return the integers that a model's modules have, such as head counts, by their paths."""
     return {
         f"{path}.{name}": value
         for path, module in model.named_modules()

@@ -1,6 +1,6 @@
-"""Read-ahead: a thread that reads a model's files, so that the system has them in memory when MLX wants them.
+"""Read-ahead: a thread that reads a model's files, so that the system has them in memory when MLX needs them.
 
-The inference thread asks how far it is instead of waiting for a disk while other engines have work.
+The inference thread asks how far it has read, instead of waiting for a disk while other engines have work.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Final, Self
 
 _PIECE_BYTES: Final = 4 << 20
 _AHEAD_BYTES: Final = 64 << 20
-"""Read beyond what was asked for at most, so that a disk is never idle. Reading it all at once would take a
-processor from what others compute."""
+"""How far to read beyond what was asked for, so that the disk is never idle. Reading everything at once would
+take a processor away from other work."""
 
 
 class ReadAhead:
-    """Reads from the first question on, until its block ends."""
+    """Reads from the first question until its block ends."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -38,7 +38,7 @@ class ReadAhead:
         self._ask(math.inf)
 
     def has(self, size_bytes: int) -> bool:
-        """Whether the first so many bytes of the files have been read, or cannot be."""
+        """Whether the first `size_bytes` of the files have been read, or cannot be."""
         self._ask(size_bytes)
         if self._thread.ident is None:
             self._thread.start()
@@ -50,7 +50,7 @@ class ReadAhead:
             self._changed.notify()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # MLX reads the same file, and its error is reported
+        with contextlib.suppress(OSError):  # MLX reads the same file and reports its error
             for file in self._files:
                 self._read(file)
         self._read_bytes = math.inf
@@ -62,7 +62,7 @@ class ReadAhead:
                 self._read_bytes += count
 
     def _may_go_on(self) -> bool:
-        """Wait until more is wanted; False at the end of the block."""
+        """Wait until more is wanted; return False at the end of the block."""
         with self._changed:
             self._changed.wait_for(lambda: self._read_bytes < self._asked_bytes + _AHEAD_BYTES)
             return self._asked_bytes < math.inf

@@ -65,38 +65,38 @@ _log = logging.getLogger("icehouse.engine")
 
 
 _POOL_SHARE = 3 / 4
-"""Of what may be used beside the weights: the rest is for what passes compute."""
+"""Share of the memory beside the weights that pools take; the rest is for what passes compute."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """How sequences are run. `kv_bits` 0 means the model's own KV type."""
+    """How sequences are run. A `kv_bits` of 0 means the model's own KV type."""
 
     block_token_count: int = 256
     kv_bits: int = 0
     kv_group_size: int = 64
     is_pipelined: bool = True
-    """Run the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
+    """Run the device a pass ahead of Python; of no use if dispatching waits (the CPU build)."""
     attention: Attention = Attention.AUTO
-    """Whether each sequence has its KV in caches of its own, or in pages where possible."""
+    """Whether each sequence has its KV in its own caches, or in pages if possible."""
     joins_layers: bool = False
     """Compute layers that read the same input as one product, unless adapters share the model's weights."""
     is_memory_wired: bool = False
     """Metal keeps the pages resident."""
     memory_limit_bytes: int = 0
-    """What model, KV and cache may take together, 0 where it is not known. Freed buffers held for the next
-    arrays are a share of it."""
+    """What model, KV and cache may take together; 0 if unknown. Freed buffers held for the next arrays are
+    limited to a share of it."""
     warms_every_draw: bool = False
-    """Draw once with every option while nobody asks for anything, where kernels are compiled when they first
-    run. On an H100 that took over a minute at the first start (mlx 0.32.4 keeps what it compiled)."""
+    """While idle, draw once with every option, if kernels are compiled when they first run. On an H100 that
+    took over a minute at the first start (mlx 0.32.4 keeps what it compiled)."""
     image_feature_limit_bytes: int = 256 << 20
-    """What vectors made of images may take, so that an image that comes again is not encoded again."""
+    """What vectors of images may take in memory, so that an image that comes again is not encoded again."""
 
 
 class ModelRunner:
     """Implements the engine's Runner with mlx-lm. Refuses every thread but its own.
 
-    `blocks` is the prefix cache's side of it.
+    `blocks` is what the prefix cache uses of it.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class ModelRunner:
         common: CommonParts | None = None,
         rank: Rank | None = None,
     ) -> None:
-        """`common` is that of all models of the process, where there are others; `rank` is set where a group
+        """`common` is shared by all models of the process, if there are others; `rank` is set if a group
         shards the model."""
         common = CommonParts() if common is None else common
         self._rank = rank
         self.before_pass: Callable[[Sequence[tuple[OpenSequence, Chunk]]], None] = lambda parts: None
-        """Called with what a pass is asked for, just before it is built."""
+        """Called with the parts of a pass, just before it is built."""
         self._source = source
         self._tokenizer = tokenizer
         self._settings = settings
@@ -128,14 +128,14 @@ class ModelRunner:
         self._thread = OneThread()
         self._model: Any = None
         self._images: ImageFeatures | None = None
-        """None for a model that sees none."""
+        """None for a model that sees no images."""
         self._sequences: dict[SequenceId, OpenSequence] = {}
         self._end_token_ids: tuple[int, ...] = ()
         self._freed = FreedBuffers(lambda: self._paging.free_bytes)
         self._facts = PassFacts(caches=())
-        """How passes of the model are run; true after `load_steps`."""
+        """How passes of the model are run; valid after `load_steps`."""
         self._paging = Paging(())
-        """What of the KV lies in pages; known after `load_steps`."""
+        """Which KV is in pages; known after `load_steps`."""
         self.pages = PoolMemory()
         self._warm_ups: collections.deque[list[DecodeRow]] = collections.deque()
         """Batches that draw in ways whose kernels are not compiled yet."""
@@ -157,7 +157,7 @@ class ModelRunner:
         )
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Let model, KV and cache take no more than this; before the load."""
+        """Limit what model, KV and cache take together; call before loading."""
         self._settings = dataclasses.replace(self._settings, memory_limit_bytes=limit_bytes)
 
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
@@ -273,7 +273,7 @@ class ModelRunner:
         return result
 
     def digest(self) -> int:
-        """Return 64 bits that stand for the tokens of all sequences that are open or decode."""
+        """Return a 64-bit digest of the tokens of all open and decoding sequences."""
         return digest_of(self._sequences)
 
     def layer_count(self) -> int:
@@ -327,34 +327,34 @@ class ModelRunner:
         mx.clear_streams()
 
     def caches(self, sequence_id: SequenceId) -> list[Cache]:
-        """Return a sequence's own caches, to be read; valid until the next pass."""
+        """Return a sequence's own caches for reading; valid until the next pass."""
         return self._sequences[sequence_id].row.caches
 
     def adopt(self, sequence_id: SequenceId, caches: list[Cache], *, token_count: int) -> None:
-        """Open a sequence with caches that were rebuilt and hold so many tokens."""
+        """Open a sequence with rebuilt caches of this many tokens."""
         row = Row(caches, token_count=token_count)
         self._sequences[sequence_id] = OpenSequence(sequence_id, row)
 
     def row_caches(self) -> list[Cache]:
-        """Make the empty caches of a new row, with a page table of its own where KV is in pages."""
+        """Make the empty caches of a new row, with a page table of its own if KV is in pages."""
         return self._paging.caches(self.fresh_caches())
 
     def fresh_caches(self) -> list[Cache]:
-        """Make empty caches, one a layer, quantized if the settings say so."""
+        """Make empty caches, one per layer, quantized if the settings say so."""
         caches = make_caches(self._model)
         if not self._settings.kv_bits:
             return caches
         return quantize_caches(caches, bits=self._settings.kv_bits, group_size=self._settings.kv_group_size)
 
     def _prepared(self, chunk: Chunk) -> OpenSequence:
-        """Return a chunk's sequence, with what it draws by where the chunk ends its prompt."""
+        """Return a chunk's sequence, ready to draw if the chunk ends its prompt."""
         sequence = self._sequences[chunk.sequence_id]
         sequence.adapter = chunk.adapter
         sequence.row.rope_positions = chunk.rope_positions
         draft_model = self._pipeline.draft_model
         wants_draft = chunk.speculation is not None and chunk.speculation.drafting is Drafting.DRAFT_MODEL
         if draft_model is not None and wants_draft:
-            # It reads a prompt along from its beginning; one that begins with reused tokens, once it decodes.
+            # The draft model reads prompts from the start; after reused tokens, once the sequence decodes.
             if sequence.drafted is None and not sequence.row.token_count:
                 sequence.drafted = draft_model.open()
             if sequence.drafted is not None:
@@ -407,7 +407,7 @@ class ModelRunner:
         return bool(self._warm_ups)
 
     def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> Iterator[None]:
-        """Put the KV of rows to come into pages, where that is wanted and can be."""
+        """Put the KV of new rows into pages, if that is wanted and possible."""
         if self._settings.attention is Attention.ROWS:
             return
         head_count = model_loader.shape_of(loaded).head_count
@@ -438,12 +438,12 @@ class ModelRunner:
         self.blocks.page(self._paging)
 
     def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:
-        """Return what attention makes of a token's KV in one layer."""
+        """Return what attention allocates for a token's KV in one layer."""
         if self._paging.groups:
             return kv_bytes_per_token // len(self._facts.caches)
         layer_count = self._facts.kv_count(self.fresh_caches())
         if not layer_count:
-            return 0  # it is the model's own, or reads windows
+            return 0  # the model's own attention, or windows only
         return float_bytes(
             kv_bytes_per_token // layer_count,
             bits=self._settings.kv_bits,
@@ -460,9 +460,9 @@ class ModelRunner:
         return self._fingerprint_hex, self._joins
 
     def _examined(self, model: Any) -> Generator[None, None, PassFacts]:
-        """Find out how passes of this model are run, and say so.
+        """Find out how passes of this model are run, and log it.
 
-        Raises ConfigError when the KV cannot be quantized as the settings ask.
+        Raises ConfigError if the KV cannot be quantized as the settings ask.
         """
         try:
             facts = yield from examine_steps(

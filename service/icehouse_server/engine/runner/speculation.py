@@ -1,8 +1,8 @@
 """Speculation of one row: where its guesses come from, whether they pay, and when it stops guessing.
 
-A row whose guesses come to nothing feeds one token a pass like the others. One that looks its guesses up
-goes on looking in silence, and guesses again when what it would have guessed has come true often enough.
-Inference thread only.
+A row whose guesses come to nothing feeds one token per pass like other rows. A row that looks its guesses up
+goes on looking silently, and guesses again once enough of its silent guesses have been right. Inference
+thread only.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ Guesses = Sequence[int] | mx.array
 
 
 class Probe(NamedTuple):
-    """How many guesses must be right in so many passes. With fewer, guessing costs more than it brings."""
+    """How many guesses must be right in how many passes. With fewer, guessing costs more than it brings."""
 
     step_count: int
     least_accepted_count: int
 
 
 _LOOKUP_PROBE = Probe(step_count=4, least_accepted_count=2)
-"""Short: a row that stops too early comes back. A pass over nine tokens takes twice as long as over one
-(Gemma 3 270M, float32, 2 x86 cores), so with few right guesses there is nothing to gain even alone."""
+"""Short, since a row that stops too early comes back. A pass over nine tokens takes twice as long as over one
+(Gemma 3 270M, float32, 2 x86 cores), so a few right guesses gain nothing even for a lone row."""
 _DRAFT_PROBE = Probe(step_count=24, least_accepted_count=6)
-"""Long: nobody looks on afterwards, for that would cost as much as guessing."""
+"""Long, since looking on silently would cost as much as guessing."""
 _FIRST_WINDOW = 4
-"""Guesses that a row begins with. Each time all were right it guesses twice as many, else one more than were
-right: a text that quotes has its whole window after two passes, and one that does not wastes little. A pass
-over five tokens costs little more than one over three, and 64 quoted tokens take five passes, not six."""
+"""Guesses that a row begins with. If all were right it guesses twice as many, else one more than were right:
+a text that quotes has its whole window after two passes, and others waste little. A pass over five tokens
+costs little more than over three, and 64 quoted tokens take five passes, not six."""
 GUESS_LIMIT = 64
-"""Guesses in one pass, shared by all rows that guess: a pass gets longer with each, for those too who asked
-for none. So many cost what 64 more decoding rows would, which a batch is made for."""
+"""Guesses in one pass, shared by all rows that guess: each makes the pass longer, also for rows that do not
+guess. This many cost as much as 64 more decoding rows, which a batch is made for."""
 
 _FIRST_RUN = 4
-"""Tokens in a row that must be guessed right in silence before the row guesses again; after each time that
-did not pay, twice as many."""
+"""How many tokens in a row must be guessed right silently before the row guesses again; twice as many each
+time that did not pay."""
 _PAID_RUNS = 2
-"""Guessing paid when so many times the run that led to it were accepted."""
+"""Guessing paid if this many times the run that led to it were accepted."""
 
 
 class PromptLookup:
-    """Guesses by what followed the last tokens before: prompt lookup decoding (A. Saxena, 2023).
+    """Guesses what followed the last tokens before: prompt lookup decoding (A. Saxena, 2023).
 
-    Texts that quote their prompt, such as edits, extracts and code, repeat long runs of it. A look is a few
-    passes over an array of all tokens so far: 30,000 of them take about 20 microseconds a pass.
+    Texts that quote their prompt, such as edits, extracts and code, repeat long runs of it. A lookup is a few
+    passes over an array of all tokens so far: with 30,000 of them, about 20 microseconds per pass.
     """
 
     def __init__(self, token_ids: Sequence[int], *, ngram_token_limit: int) -> None:
@@ -71,11 +71,11 @@ class PromptLookup:
         self._count = stop
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` tokens that may come next: what followed an earlier position with the
-        longest equal end, of equals the latest with `count` tokens behind it. Empty when the last token is
+        """Return at most `count` tokens that may come next: those after the earlier position with the longest
+        matching end; among equals, the latest with `count` tokens after it. Empty if the last token is
         new."""
         known = self._tokens[: self._count]
-        # Ends of earlier positions; the very last token has nothing behind it.
+        # Ends of earlier positions; nothing follows the very last token.
         ends = np.flatnonzero(known[:-1] == known[-1])
         for length in range(2, min(self._ngram_token_limit, self._count - 1) + 1):
             longer = ends[ends >= length - 1]
@@ -86,13 +86,13 @@ class PromptLookup:
         if not len(ends) or count < 1:
             return []
         full = ends[ends + count < self._count]
-        # A short loop at the end leaves few tokens behind its latest position; the earliest has the most.
+        # In a short loop, few tokens follow the latest position; most follow the earliest.
         start = int(full[-1] if len(full) else ends[0]) + 1
         return [int(token_id) for token_id in known[start : start + count]]
 
 
 class SpeculatingRow:
-    """What one row that asked for speculation guesses by, and how it fares."""
+    """How one row that asked for speculation guesses, and how well."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class SpeculatingRow:
         limit: SpeculationLimit,
         drafted: DraftedRow | None = None,
     ) -> None:
-        """`limit` is why it cannot guess from the start; `drafted` are its draft caches, if it has any."""
+        """`limit` says why it cannot guess from the start; `drafted` are its draft caches, if it has any."""
         self.limit = limit
         self.drafted = drafted
         self.draft_token_limit = speculation.draft_token_limit
@@ -110,7 +110,7 @@ class SpeculatingRow:
         self._lookup: PromptLookup | None = None
         """Knows every token so far."""
         self._right_run = self._wanted_run = 0
-        """Tokens in a row that were guessed right in silence, and how many are to be."""
+        """Tokens in a row that were guessed right silently, and how many are needed."""
         self._step_count = self._accepted_count = self._accepted_total = 0
         self._wait_count = 0
         if limit is SpeculationLimit.NONE and drafted is None:
@@ -122,11 +122,11 @@ class SpeculatingRow:
         return self.limit is SpeculationLimit.NONE
 
     def look_up(self, count: int) -> list[int]:
-        """Return at most `count` guesses of a row that looks them up."""
+        """Return at most `count` guesses, if the row looks them up."""
         return self._lookup.propose(min(count, self._window)) if self._lookup else []
 
     def note_wait(self) -> None:
-        """Note a pass that fed others while this row waited for what it guessed."""
+        """Note a pass that fed other rows while this row waited for the outcome of its guesses."""
         self._wait_count += 1
 
     def take(
@@ -150,7 +150,7 @@ class SpeculatingRow:
         return DraftCounts(guess_count, accepted_count)
 
     def _try(self, accepted_count: int) -> None:
-        """Judge by the guesses that were right, less what the row would have drawn where it waited."""
+        """Judge by the number of right guesses, minus what the row would have drawn while it waited."""
         probe = _LOOKUP_PROBE if self.drafted is None else _DRAFT_PROBE
         self._step_count += 1
         self._accepted_count += accepted_count
@@ -159,14 +159,14 @@ class SpeculatingRow:
             return
         if self._accepted_count < probe.least_accepted_count:
             self.limit = SpeculationLimit.ACCEPTANCE
-            self.drafted = None  # nobody looks on, and its caches would only fall behind
+            self.drafted = None  # it does not look on silently, and its caches would only fall behind
             has_paid = self._accepted_total >= _PAID_RUNS * self._wanted_run
             self._wanted_run = _FIRST_RUN if has_paid else max(_FIRST_RUN, 2 * self._wanted_run)
             self._right_run = 0
         self._step_count = self._accepted_count = 0
 
     def _look_on(self, token_ids: Sequence[int]) -> None:
-        """Guess in silence while the row decodes plainly, to see when guesses would come true again."""
+        """Guess silently while the row decodes plainly, to see when guesses would be right again."""
         if self._lookup is None:
             return
         for token_id in token_ids:
@@ -182,7 +182,7 @@ class SpeculatingRow:
 def limit_of(
     speculation: Speculation, sampling: SamplingRow, *, can_take_back: bool, draft_model: DraftModel | None
 ) -> SpeculationLimit:
-    """Return why a row cannot speculate from the start; NONE when it can."""
+    """Return why a row cannot speculate from the start; NONE if it can."""
     if sampling.needs_tokens:
         return SpeculationLimit.SAMPLING
     if not can_take_back:
@@ -195,7 +195,7 @@ def limit_of(
 def guesses_of(
     rows: Sequence[SpeculatingRow], draft_model: DraftModel | None
 ) -> tuple[list[Guesses], list[object]]:
-    """Return what each of these rows guesses, and what must be evaluated besides."""
+    """Return each row's guesses, and what else must be evaluated."""
     if not rows:
         return [], []
     share = max(1, GUESS_LIMIT // len(rows))

@@ -1,7 +1,7 @@
 """Warm-up: what a runner runs of a new model before anyone asks for it (inference thread).
 
-A device that compiles a kernel when it first runs would do so in front of a caller, and of all others in the
-pass. CUDA compiles gathers, scatters and fused kernels so, each of them by its types.
+A device that compiles a kernel when it first runs would do so while a caller waits, and all others in the
+pass. CUDA compiles gathers, scatters and fused kernels this way, each for its types.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from icehouse_server.engine.kv.runner_blocks import Footprint
 from icehouse_server.engine.runner.forward.splits import PassFacts
 
 ModelKey = tuple[str, bool]
-"""A model's fingerprint, and whether layers of it may be joined."""
+"""A model's fingerprint, and whether its layers may be joined."""
 
 TRIED: Final = SequenceId(-1)
-"""The first of the sequences that are run before there are any."""
+"""The first id of the sequences that are run before any request."""
 _PROVING_PASSES: Final = 8
-"""More than are seen before one is traced, and then proved."""
+"""More than it takes for a pass to be traced, and then proved."""
 
 _TOKEN: Final = 0
 """What prompts are made of: every vocabulary has it."""
@@ -50,7 +50,7 @@ _EDITED: Final = SamplingParams(
     banned=((_TOKEN,),),
 )
 _REPEATING: Final = SamplingParams(logit_bias=((_TOKEN, 1e4),))
-"""What it draws is what it guessed from its prompt."""
+"""It draws what it guessed from its prompt."""
 
 
 def warm_up_steps(runner: Runner, adapter: AdapterName) -> Iterator[None]:
@@ -67,7 +67,7 @@ def warm_up_steps(runner: Runner, adapter: AdapterName) -> Iterator[None]:
 
 
 def proving_steps(runner: Runner, adapter: AdapterName) -> Iterator[None]:
-    """Have two rows decode until replayed passes have been compared with built ones."""
+    """Let two rows decode until replayed passes have been compared with built ones."""
     ids = [TRIED, SequenceId(TRIED - 1)]
     for length, sequence_id in enumerate(ids, start=1):
         runner.open(sequence_id)
@@ -94,18 +94,18 @@ def draw_batch(runner: Runner, batch: Sequence[DecodeRow]) -> None:
 
 
 def end_trial(runner: Runner, sequence_ids: Sequence[SequenceId]) -> None:
-    """Release sequences, and have no pass left to be read."""
+    """Release sequences, and leave no pass to be read."""
     runner.release(sequence_ids)
     runner.run([])
     mx.reset_peak_memory()
 
 
 def warm_up_rows() -> list[list[DecodeRow]]:
-    """Return the rows of several batches. Between them they draw with every option that a request can have.
-    In a batch no two prompts are as long.
+    """Return the rows of several batches, which together draw with every option that a request can have. No
+    two prompts in a batch have the same length.
 
-    Filters are by themselves, where logits stay in the model's type; beside a greedy row, for which the
-    others are gathered and put back; and beside rows whose options make all logits float32.
+    Filters run alone, where logits keep the model's type; beside a greedy row, for which the other rows are
+    gathered and put back; and beside rows whose options make all logits float32.
     """
     batches = [[_row(2, params)] for params in _FILTERS]
     batches += [[_row(2, _PLAIN), _row(3, params)] for params in _FILTERS]
@@ -119,7 +119,7 @@ def warm_up_rows() -> list[list[DecodeRow]]:
 
 
 class _FirstWord:
-    """A constraint that allows one word of tokens, and has its mask made."""
+    """A constraint that allows one word of tokens, and needs its mask."""
 
     is_finished = False
     allows_any = False
@@ -132,7 +132,7 @@ class _FirstWord:
         return np.full(1, np.iinfo(np.uint32).max, dtype=np.uint32)
 
     def accept(self, token_id: int) -> None:
-        """It allows the same whatever was drawn."""
+        """It allows the same tokens whatever was drawn."""
 
 
 def _row(
@@ -154,7 +154,7 @@ def _row(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownModel:
-    """What is found out about a model the first time that it is loaded. What it needs was compiled then."""
+    """What was found out about a model when it was first loaded. What it needs was compiled then."""
 
     passes: PassFacts
     footprint: Footprint
@@ -163,7 +163,7 @@ class KnownModel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommonParts:
-    """What the runners of a process have in common."""
+    """What the runners of a process share."""
 
     device_clock: DeviceClock = dataclasses.field(default_factory=DeviceClock)
     known: dict[ModelKey, KnownModel] = dataclasses.field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, one vectorised draw with a key for each row."""
+"""Sampling: from logits to tokens, in one vectorised draw with a key for each row."""

@@ -12,7 +12,7 @@ from icehouse_server.domain.request import Logprob, LogprobsWanted, TokenLogprob
 
 
 class LogprobArrays(NamedTuple):
-    """One entry a row, on the device and perhaps not computed yet. `tops` are unsorted."""
+    """One entry per row, on the device and perhaps not computed yet. `top_` arrays are unsorted."""
 
     token_ids: mx.array
     logprobs: mx.array
@@ -21,21 +21,21 @@ class LogprobArrays(NamedTuple):
     top_logprobs: mx.array
     asked_logprobs: mx.array
     wanted: tuple[LogprobsWanted, ...]
-    """What each row wants; the arrays hold the most that any wants."""
+    """What each row wants; the arrays are as wide as the row that wants most."""
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What must be evaluated."""
+        """The arrays that must be evaluated."""
         return self[:-1]
 
     def read(self) -> list[TokenLogprobs]:
-        """Wait for the arrays and return one entry a row."""
+        """Wait for the arrays and return one entry per row."""
         token_ids, logprobs, ranks, top_ids, top_logprobs, asked_logprobs = (
             cast("list[Any]", a.tolist()) for a in self.arrays
         )
 
         def likeliest(ids: list[int], values: list[float]) -> list[tuple[int, float]]:
-            # Equals by id, so that a batch's make-up does not show.
+            # Ties go by id, so that a row's result does not depend on the rest of the batch.
             return sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
 
         tops = [
@@ -50,7 +50,7 @@ class LogprobArrays(NamedTuple):
 
 
 def measure(logits: mx.array, token_ids: mx.array, *, wanted: Sequence[LogprobsWanted]) -> LogprobArrays:
-    """Return the log probabilities of one token a row, and of others that the row wants. `logits` is
+    """Return the log probabilities of one token per row, and of the others that the row wants. `logits` is
     [rows, vocabulary], as the model gave them; `token_ids` is [rows]. Nothing is evaluated."""
     values = logits.astype(mx.float32)
     total = mx.logsumexp(values, axis=-1, keepdims=True)

@@ -1,12 +1,13 @@
 """Sampler: the next token of every row at once (inference thread).
 
-Each row has its own parameters and its own random key, derived from (seed, number of tokens drawn so far) and
-nothing else: a seed gives the same draws at any batch size and position. A row's token is the likeliest after
-Gumbel noise (Gumbel 1954), first among blocks of tokens by their masses, then in its block: some thousand
-random numbers a row instead of one a vocabulary entry. The same logits computed in another batch differ in
-their last bits, which changes a draw only at a near tie of the two best: not once in 21,000 draws (Gemma 3
-270M, float32, temperature 1, one token a pass against all in one). Inverting the cumulative distribution took
-another token 9 times in 9,000: every sum moves, and the many unlikely tokens lie closer together than that.
+Each row has its own parameters and its own random key, which depends only on (seed, number of tokens drawn so
+far): a seed gives the same draws at any batch size and position. A row's token is the likeliest after Gumbel
+noise (Gumbel 1954): first it picks a block of tokens by the blocks' masses, then a token in the block. So a
+row takes some thousand random numbers instead of one per vocabulary entry. In another batch the same logits
+differ in their last bits, which changes a draw only if the two best nearly tie: not once in 21,000 draws
+(Gemma 3 270M, float32, temperature 1, one token per pass against all in one). Inverting the cumulative
+distribution changed the token 9 times in 9,000, since every sum moves and the many unlikely tokens are closer
+together than that.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from icehouse_server.engine.sampling.top_p import reach
 from icehouse_server.structured_output.matcher import fill_masks
 
 _BITS = 32
-"""Of a mask's word."""
+"""Bits in a word of a mask."""
 _MASK64 = (1 << 64) - 1
 _XTC_SEED = 0x5851F42D4C957F2D
-"""Sets the numbers that decide on XTC apart from those that pick the token."""
+"""Makes the numbers that decide on XTC independent of those that pick the token."""
 _BLOCK_TOKEN_COUNT = 512
-"""A row takes so many numbers, and one more for each block: fewest near the root of the vocabulary's size."""
+"""A row needs this many numbers, plus one per block: fewest near the square root of the vocabulary size."""
 _LEAST_NOISE = -10.0
-"""Less than any number that 32 random bits can give but -inf."""
+"""Below any number that 32 random bits can give, except -inf."""
 
 
 def sample(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool = False) -> mx.array:
-    """Draw one token a row. `logits` is [rows, vocabulary], any float dtype; returns [rows] uint32, lazily
+    """Draw one token per row. `logits` is [rows, vocabulary], any float dtype. Returns [rows] uint32, lazily
     unless it `may_wait` for the logits, which makes top_p and constraints cheaper.
 
     Advances each row's `drawn_count`.
@@ -48,11 +49,11 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool = Fa
 
 
 def are_finite(logits: mx.array, token_ids: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Return [rows] booleans: whether the model gave numbers to draw from. Nothing is evaluated.
+    """Return [rows] booleans: whether the model gave finite numbers to draw from. Nothing is evaluated.
 
-    `logits` are as the model gave them, `token_ids` what was drawn. A greedy row shows by its own token: the
-    likeliest of what holds a NaN is that NaN, and of what overflowed the infinity. What others drew need not
-    be it, so their highest is looked at.
+    `logits` are as the model gave them, `token_ids` what was drawn. A greedy row's own token shows it, since
+    argmax picks a NaN if there is one, or else an infinity. Other rows need not have drawn that token, so
+    their highest logit is checked, too.
     """
     shown = mx.take_along_axis(logits, token_ids[:, None].astype(mx.int32), axis=-1)[:, 0]
     finite = mx.isfinite(shown)
@@ -65,9 +66,9 @@ def are_finite(logits: mx.array, token_ids: mx.array, rows: Sequence[SamplingRow
 
 
 def _sample_unmasked(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Draw where waiting is no loss: a greedy row's mask is made only if its peak is not allowed.
+    """Draw when waiting costs nothing: a greedy row's mask is made only if its peak is not allowed.
 
-    An allowed peak is the peak of what is allowed. Others draw again, among what their masks leave.
+    An allowed peak is also the peak among allowed tokens. Other rows draw again, with their masks.
     """
     checked = [i for i, row in enumerate(rows) if row.is_greedy and row.is_constrained]
     tokens = _sample(logits, rows, unmasked=checked, may_wait=True)
@@ -101,7 +102,7 @@ def _sample(
 
 
 def row_key(*, seed: int, drawn_count: int) -> tuple[int, int]:
-    """Return the key's two words for draw `drawn_count` of `seed` (splitmix64, Steele et al. 2014)."""
+    """Return the two words of the key for draw `drawn_count` of `seed` (splitmix64, Steele et al. 2014)."""
     z = (seed + 0x9E3779B97F4A7C15 * (drawn_count + 1)) & _MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -112,8 +113,8 @@ def row_key(*, seed: int, drawn_count: int) -> tuple[int, int]:
 def filter_logits(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool = False) -> mx.array:
     """Set to -inf what each row's filters exclude, judged on the distribution at temperature 1.
 
-    The order is mlx-lm's: top_p, min_p, XTC, top_k. Without XTC the three others commute, each keeping
-    the beginning of the same ranking, and share it.
+    The order is mlx-lm's: top_p, min_p, XTC, top_k. Without XTC the other three commute, since each keeps the
+    beginning of the same ranking, and they share that ranking.
     """
     likely = functools.partial(_likely, may_wait=may_wait, is_late=False)
     late_top_k = functools.partial(_likely, may_wait=may_wait, is_late=True)
@@ -132,7 +133,7 @@ def _draw(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> m
     if missing_count:
         scaled = mx.pad(scaled, [(0, 0), (0, missing_count)], constant_values=mx.array(-math.inf))
     blocks = scaled.reshape(len(rows), block_count, _BLOCK_TOKEN_COUNT)
-    # Standard Gumbel noise. It can be -inf, and what is possible would then look like what is excluded.
+    # Standard Gumbel noise. It can be -inf, which would make a possible token look excluded.
     noise_shape = (block_count + _BLOCK_TOKEN_COUNT,)
     noise = mx.vmap(lambda key: mx.random.gumbel(noise_shape, key=key))(_keys(rows))
     noise = mx.maximum(noise, _LEAST_NOISE)
@@ -153,7 +154,7 @@ def _on_rows(
     is_wanted: Callable[[SamplingRow], bool],
     change: Callable[[mx.array, Sequence[SamplingRow]], mx.array],
 ) -> mx.array:
-    """Return the logits with the wanted rows changed and the others as they are."""
+    """Return the logits with the wanted rows changed and the others unchanged."""
     indices = [i for i, row in enumerate(rows) if is_wanted(row)]
     if not indices:
         return logits
@@ -161,17 +162,17 @@ def _on_rows(
         return change(logits, rows)
     where = mx.array(indices)
     changed = change(logits[where], [rows[i] for i in indices])
-    logits = logits + 0.0  # a copy: the caller's logits stay as they are
+    logits = logits + 0.0  # a copy: the caller's logits must not change
     logits[where] = changed
     return logits
 
 
 def _likely(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool, is_late: bool) -> mx.array:
-    """Apply top_p, min_p, and top_k where XTC does not come before it; `is_late`: top_k alone, after XTC."""
+    """Apply top_p, min_p, and top_k unless XTC comes before it. `is_late`: top_k alone, after XTC."""
     params = [row.params for row in rows]
     top_ps = [1.0 if is_late else p.top_p for p in params]
     top_ks = [min(row.params.top_k, logits.shape[-1]) if row.has_late_top_k is is_late else 0 for row in rows]
-    # How much each logit lies below the highest of its row.
+    # How far each logit is below the highest of its row.
     exact = logits.astype(mx.float32)
     distances = mx.max(exact, axis=-1, keepdims=True) - exact
     farthest = mx.full((len(params), 1), math.inf)
@@ -184,8 +185,8 @@ def _likely(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool, is
 
 
 def _exclude_top(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Apply XTC (exclude top choices, p-e-w 2024): now and then drop every token likelier than the threshold
-    but the least likely one of them. End tokens stay, or outputs would run on."""
+    """Apply XTC (exclude top choices, p-e-w 2024): with some probability, drop every token above the
+    threshold except the least likely of them. End tokens stay, or outputs would run on."""
     probabilities = mx.softmax(logits.astype(mx.float32), axis=-1)
     thresholds = mx.array([[row.params.xtc_threshold] for row in rows], dtype=mx.float32)
     above = probabilities > thresholds
@@ -202,13 +203,13 @@ def _exclude_top(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 def shape_logits(
     logits: mx.array, rows: Sequence[SamplingRow], *, unmasked: Collection[int] = ()
 ) -> mx.array:
-    """Return [rows, vocabulary] logits as each row wants them, in float32 once one row wants any change.
+    """Return [rows, vocabulary] logits as each row wants them, in float32 if any row wants a change.
 
-    Bias, penalties, masks of constraints and bans take one scatter each for the whole batch. Rows that ask
-    for nothing keep their logits bit for bit, and everything is elementwise, so a row gets the same values in
-    any batch.
+    Bias, penalties, constraint masks and bans take one scatter each for the whole batch. Rows that ask for
+    nothing keep their logits bit for bit, and everything is elementwise, so a row gets the same values in any
+    batch.
 
-    The rows at the `unmasked` places go without the masks of their constraints.
+    Rows at the `unmasked` indices are not masked by their constraints.
     """
     if all(row.is_plain or (index in unmasked and row.is_else_plain) for index, row in enumerate(rows)):
         return logits
@@ -232,7 +233,7 @@ def _edit(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 
 
 def _constrain(logits: mx.array, rows: Sequence[SamplingRow], unmasked: Collection[int]) -> mx.array:
-    """Leave constrained rows what their masks allow; tokens behind a mask's last word are not allowed."""
+    """Keep what constrained rows' masks allow; tokens beyond a mask's last word are not allowed."""
     bound = [
         (index, row.constraint)
         for index, row in enumerate(rows)
@@ -246,7 +247,7 @@ def _constrain(logits: mx.array, rows: Sequence[SamplingRow], unmasked: Collecti
     for index, mask in enumerate(masks):
         words[index, : len(mask)] = mask[:word_count]
     bits = ((mx.array(words)[:, :, None] >> mx.arange(_BITS, dtype=mx.uint32)) & 1).reshape(len(bound), -1)
-    # The lesser of a logit and plus or minus infinity. A `where` gives the same and took five times as
+    # The minimum of each logit and plus or minus infinity. A `where` gives the same but took five times as
     # long: 25 ms instead of 5 for 16 rows of 262,144 tokens (mlx 0.32.4, two x86 cores).
     allowed = (bits[:, : logits.shape[-1]].astype(mx.float32) - 0.5) * math.inf
     if len(bound) == len(rows):
@@ -257,7 +258,7 @@ def _constrain(logits: mx.array, rows: Sequence[SamplingRow], unmasked: Collecti
 
 
 def _ban(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Take away what the rows ban, but never a row's last possible token: then its bans yield."""
+    """Exclude what the rows ban, but never a row's last possible tokens: in that case its bans yield."""
     banned = [
         (index, token_id)
         for index, row in enumerate(rows)
@@ -266,6 +267,6 @@ def _ban(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     ]
     if not banned:
         return logits
-    left = logits + 0.0  # an array of its own: where bans yield, the values before them are needed
+    left = logits + 0.0  # a separate array: where bans yield, the old values are needed
     left[mx.array([index for index, _ in banned]), mx.array([token_id for _, token_id in banned])] = -math.inf
     return mx.where(mx.max(left, axis=-1, keepdims=True) == -math.inf, logits, left)

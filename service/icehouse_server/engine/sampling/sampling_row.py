@@ -1,4 +1,4 @@
-"""Sampling row: one sequence's sampling state while it decodes, its bias, penalties and bans (inference
+"""Sampling row: the sampling state of one decoding sequence, with its bias, penalties and bans (inference
 thread)."""
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Values = npt.NDArray[np.float32]
 
 
 class SamplingRow:
-    """Parameters, the number of tokens drawn, and what depends on the tokens themselves."""
+    """Parameters, the number of tokens drawn, and state that depends on the tokens."""
 
     def __init__(self, row: DecodeRow, *, end_token_ids: Collection[int] = ()) -> None:
         params = row.sampling
         self.params: SamplingParams = params
         self.drawn_count = len(row.output_token_ids)
-        """Advanced by each draw, which on a pipelined device is before the token is known."""
+        """Advanced by each draw: on a pipelined device, before the token is known."""
         self.end_token_ids = tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
         self.logprobs = row.logprobs
         self.constraint: Constraint | None = row.constraint
@@ -41,17 +41,17 @@ class SamplingRow:
         if params.banned or params.min_output_token_count:
             self.bans = Bans(params, end_token_ids=self.end_token_ids, **tokens)
         self.is_else_plain = self.edits is None and self.bans is None
-        """The model's logits are taken as they are, but for a constraint."""
+        """Whether the model's logits are taken as they are, except for a constraint."""
         self.is_plain = self.is_else_plain and self.constraint is None
         self.needs_tokens = (
             self.constraint is not None
             or (self.edits is not None and not self.edits.is_static)
             or (self.bans is not None and not self.bans.is_static)
         )
-        """The next draw depends on the tokens drawn before it, so it waits until they are known."""
+        """Whether the next draw depends on the tokens drawn before, and so waits until they are known."""
 
     def ahead(self, count: int) -> SamplingRow:
-        """Return this row as it will be after `count` draws; only where it does not need their tokens."""
+        """Return this row as it will be after `count` draws; only if it does not need their tokens."""
         assert not self.needs_tokens
         later = copy.copy(self)
         later.drawn_count += count
@@ -63,24 +63,24 @@ class SamplingRow:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top_p, min_p or top_k exclude anything before XTC, if any, is applied."""
+        """Whether top_p, min_p or top_k exclude anything before any XTC is applied."""
         params = self.params
         return params.top_p < 1.0 or params.min_p > 0.0 or (params.top_k > 0 and not self.has_late_top_k)
 
     @property
     def has_late_top_k(self) -> bool:
-        """Whether top_k counts what XTC left, instead of sharing the sort of top_p."""
+        """Whether top_k counts what XTC left, instead of sharing the ranking of top_p."""
         return self.params.top_k > 0 and self.params.xtc_probability > 0.0
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the constraint has a say in the next draw."""
+        """Whether the constraint limits the next draw."""
         constraint = self.constraint
         return constraint is not None and not (constraint.is_finished or constraint.allows_any)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the constraint lets nothing follow the tokens accepted so far."""
+        """Whether the constraint allows nothing after the tokens accepted so far."""
         return self.constraint is not None and self.constraint.is_finished
 
     @property
@@ -89,11 +89,11 @@ class SamplingRow:
         return self.constraint.error if self.constraint is not None else None
 
     def allows(self, token_id: int) -> bool:
-        """Whether the constraint, if there is one, lets a token come next."""
+        """Whether the constraint, if there is one, allows this token next."""
         return self.constraint is None or self.constraint.allows(token_id)
 
     def accept(self, token_id: int) -> None:
-        """Go on behind a token that was drawn and is known now."""
+        """Continue after a token that was drawn and is now known."""
         if self.edits is not None:
             self.edits.accept(token_id)
         if self.bans is not None:
@@ -103,8 +103,8 @@ class SamplingRow:
 
 
 class EditTable(NamedTuple):
-    """Changes of one row's logits, a column each: `x + bias`, then over `divisor` (times, below zero),
-    then less `shift`. Tokens appear once."""
+    """Changes to one row's logits, in columns: add `bias`, divide by `divisor` (multiply below zero), then
+    subtract `shift`. Each token appears once."""
 
     token_ids: Ids
     bias: Values
@@ -113,10 +113,10 @@ class EditTable(NamedTuple):
 
 
 class LogitEdits:
-    """The tokens of one row that bias and penalties touch, and how often each was seen.
+    """The tokens of one row that bias and penalties affect, and how often each was seen.
 
-    They are on the host, where a token costs a few array cells to count. A step then sends the device one
-    short table a row instead of a value for every entry of the vocabulary.
+    They are kept on the host, where counting a token touches a few array cells. So a step sends the device
+    one short table per row instead of a value for every entry of the vocabulary.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class LogitEdits:
             _Window(params.frequency_window, output, is_on=params.frequency_penalty != 0.0),
         ]
         self.is_static = not any(window.is_on for window in self._windows)
-        """Only a bias: no token changes anything."""
+        """Whether there is only a bias, so that no token changes anything."""
         biased = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int32)
         seen = [np.array(window.tokens, dtype=np.int32) for window in self._windows]
         self._ids: Ids = np.unique(np.concatenate([biased, *seen]))
@@ -154,7 +154,7 @@ class LogitEdits:
                 self._counts[kind, self._slots[gone]] -= 1
 
     def table(self) -> EditTable:
-        """Return what to do to the next logits; valid until the next `accept`."""
+        """Return the changes to the next logits; valid until the next `accept`."""
         params = self._params
         repeated, present, frequent = self._counts[:, : self._size]
         shift = params.presence_penalty * (present > 0) + params.frequency_penalty * frequent
@@ -180,7 +180,7 @@ class LogitEdits:
 
 
 class _Window:
-    """The last `limit` tokens of a list that grows; all of them for 0, and then none is remembered."""
+    """The last `limit` tokens of a growing list; 0 means all of them, and then none is remembered."""
 
     def __init__(self, limit: int, tokens: list[int], *, is_on: bool) -> None:
         self.is_on = is_on
@@ -189,7 +189,7 @@ class _Window:
         self._limit = limit
 
     def push(self, token_id: int) -> int | None:
-        """Add a token; return the one that left."""
+        """Add a token; return the token that left the window, if any."""
         if not self._limit:
             return None
         gone = self._recent[0] if len(self._recent) == self._limit else None
@@ -198,8 +198,8 @@ class _Window:
 
 
 class Bans:
-    """Tokens that one row may not draw next, ends that come too early among them. A ban yields where it would
-    leave no token at all."""
+    """Tokens that one row may not draw next, including end tokens that would come too early. Bans yield if
+    they would leave no token at all."""
 
     def __init__(
         self,
@@ -223,14 +223,14 @@ class Bans:
 
     @property
     def is_static(self) -> bool:
-        """Whether no token that is drawn changes anything; their number may."""
+        """Whether the drawn tokens change nothing; their number may."""
         return not self._last_ids
 
     def accept(self, token_id: int) -> None:
         self._tail.append(token_id)
 
     def tokens(self, drawn_count: int) -> list[int]:
-        """Return what may not be drawn next, `drawn_count` tokens being drawn already."""
+        """Return the tokens that may not be drawn next, after `drawn_count` tokens."""
         banned = list(self._always)
         if drawn_count < self._min_output_token_count:
             banned += self._end_token_ids

@@ -1,9 +1,8 @@
-"""Attention over pages on a CPU: reads each page where it is, and writes into the pool in place.
+"""Attention over pages on a CPU: reads each page in place, and writes into the pool in place.
 
-On MLX's CPU build an evaluated array is host memory, so the pool is a NumPy array as well. What is written is
-held beside it until the pool is read. Where a layer has few scores they are left to MLX, which reads
-the new keys beside the pages and waits for nothing; where there are many, the layer's queries, keys and
-values are waited for together, once.
+On MLX's CPU build an evaluated array is host memory, so the pool is a NumPy array, too. Writes are held back
+until the pool is read. A layer with few scores is left to MLX, which reads the new keys beside the pages and
+waits for nothing. With many scores, the layer's queries, keys and values are waited for together, once.
 
 Inference thread only.
 """
@@ -33,18 +32,18 @@ from icehouse_server.engine.attention.gather import GatherAttention, causal_rule
 from icehouse_server.engine.attention.port import AttentionCall, Ints, Pool, TokenPlaces
 
 _LEAST_THIN_SCORES: Final = 2 << 10
-"""Of queries one by one, for all heads, from which on NumPy reads their keys. Fewer are left to MLX, which is
-waited for once a pass and not in each layer: one row of 64 tokens takes 15.4 ms so and 16.5 by NumPy, one of
-300 takes 18.3 either way, four of 64 take 34 and 31, sixteen 72 and 56, sixty-four 201 and 151 (CPU time of a
-pass, 16 layers, 8 heads of 128 numbers; 2-core x86, mlx 0.32.4)."""
+"""Scores of thin queries, over all heads, from which on NumPy reads their keys. Fewer are left to MLX, which
+is waited for once per pass and not in each layer: one row of 64 tokens takes 15.4 ms with MLX and 16.5 with
+NumPy, one of 300 takes 18.3 either way, four of 64 take 34 and 31, sixteen 72 and 56, sixty-four 201 and 151
+(CPU time of a pass, 16 layers, 8 heads of 128 numbers; 2-core x86, mlx 0.32.4)."""
 _MOST_THIN_TOKENS: Final = 8
-"""Of a row whose queries are taken one by one: guesses, and the ends of prompts."""
+"""Tokens of a row whose queries are taken one by one: guesses, and the ends of prompts."""
 
 
 _MOST_STARTED_TOKENS: Final = 2
-"""Of a pass whose layers begin while Python builds the next ones. One row's pass takes 12 ms so and 15 behind
-3 ms of building, two rows' 19 and 20; the matrix products of more keep all cores busy by themselves (16
-layers, in turns; 2-core x86)."""
+"""Tokens of a pass whose layers begin while Python builds the next ones. One row's pass takes 12 ms this way
+and 15 after 3 ms of building, two rows' 19 and 20. With more rows, the matrix products keep all cores busy by
+themselves (16 layers, alternating; 2-core x86)."""
 
 
 class _Write(NamedTuple):
@@ -59,7 +58,7 @@ class _Write(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Row:
-    """Tokens [first, last) of a pass, all of one row; `begin` is the position of the first of them."""
+    """Tokens [first, last) of a pass, all of one row; `begin` is the position of the first."""
 
     number: int
     first: int
@@ -81,9 +80,9 @@ class _Plan:
 
     rows: list[_Row]
     thin_score_count: int
-    """Of all queries that may be taken one by one, for one head."""
+    """Scores of all queries that may be taken one by one, for one head."""
     thin: ThinPlan | None = None
-    """Of these queries, once it is wanted."""
+    """The plan for these queries, once it is needed."""
 
 
 class CpuAttention:
@@ -103,7 +102,7 @@ class CpuAttention:
         if keys.dtype != dtype:
             keys, values = keys.astype(dtype), values.astype(dtype)
         self._unwritten.append(_Write(pool, keys, values, places, layer))
-        if layer == pool.shape.layer_count - 1:  # all others' come before it, in a pass
+        if layer == pool.shape.layer_count - 1:  # the last layer to be written in a pass
             pool.order = mx.depends(self._none, [keys, values])
 
     def attend(
@@ -171,10 +170,10 @@ class CpuAttention:
 
     def read_pages(self, pool: Pool, pages: Ints) -> mx.array:
         self._flush()
-        return pool.array[mx.array(pages)]  # whoever holds these pages keeps others from writing to them
+        return pool.array[mx.array(pages)]  # the pages' holder keeps others from writing to them
 
     def _flush(self) -> None:
-        """Put what was written into the pool, once it is computed."""
+        """Put pending writes into the pool, evaluating them first."""
         unwritten, self._unwritten = self._unwritten, []
         where: tuple[Any, Any] = ((), ())
         places = None
@@ -201,7 +200,7 @@ class CpuAttention:
     def _thin(
         self, pool: Pool, queries: mx.array, places: TokenPlaces, plan: _Plan, call: AttentionCall
     ) -> list[tuple[int, mx.array]]:
-        """Return what the thin rows' tokens give, each run of them behind its first one."""
+        """Return the outputs of the thin rows' tokens, in runs, each with its first token."""
         group = queries.shape[1] // pool.shape.kv_head_count
         if plan.thin is None:
             spans = [(row.first, row.last) for row in plan.rows if row.is_thin]
@@ -237,8 +236,8 @@ class CpuAttention:
         return keys, values, low
 
     def _by_head(self, pool: Pool) -> mx.array:
-        """Return the pool as [1, heads of all pages and layers, page tokens, head size]. Made once: one that
-        grows has another array."""
+        """Return the pool as [1, heads of all pages and layers, page tokens, head size]. Made once per array:
+        a pool that grows gets a new one."""
         if pool.view is None:
             pool.view = pool.array.reshape(1, -1, pool.shape.page_token_count, pool.shape.head_size)
             mx.eval(pool.view)
@@ -246,23 +245,23 @@ class CpuAttention:
 
 
 def _where(places: TokenPlaces, page_token_count: int) -> tuple[Any, Any]:
-    """Return the pages of the tokens and their slots in these; of one token as numbers, which is faster."""
+    """Return each token's page and its slot there; as plain numbers for one token, which is faster."""
     pages = places.pages[places.page_starts[places.rows] + places.positions // page_token_count]
     at = places.positions % page_token_count
     return (int(pages[0]), int(at[0])) if len(pages) == 1 else (pages, at)
 
 
 def _held(array: mx.array) -> Array:
-    """Return an array's own memory, numbers of 16 bits as integers: NumPy does not know all of these."""
+    """Return an array's own memory, 16-bit numbers as integers: NumPy lacks some of these types."""
     return shared(array.view(mx.uint16) if array.dtype.size == 2 else array)
 
 
 def _started(arrays: list[mx.array], token_count: int) -> mx.array:
-    """Return outputs together; what is left to MLX may begin while the next layers are built."""
+    """Join the outputs. What is left to MLX may begin while the next layers are built."""
     output = mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
     if token_count <= _MOST_STARTED_TOKENS:
         mx.async_eval(output)  # type: ignore[no-untyped-call]
-        FIRST_WAIT.come()  # a later layer is begun only once few before it are left, which may take long
+        FIRST_WAIT.come()  # starting a later layer may block until few earlier ones are left
     return output
 
 
@@ -274,9 +273,9 @@ def _by_mlx(
     low: int,
     call: AttentionCall,
 ) -> mx.array:
-    """Return [tokens, heads, 1, size] of a row's tokens."""
+    """Return [tokens, heads, 1, size] for a row's tokens."""
     own = queries[row.first : row.last] if len(queries) > row.count else queries
-    # In 16 bits the sums of pieces would be rounded one by one, and a token differ from the same in a chunk.
+    # In 16 bits, the sums of pieces would each be rounded, and a token would differ from itself in a chunk.
     if row.count == 1 and call.sinks is None and queries.dtype == mx.float32:
         return _one_by_mlx(own, keys, values, scale=call.scale)
     k, v = joined(keys), joined(values)
@@ -290,10 +289,10 @@ def _by_mlx(
 def _one_by_mlx(
     query: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], *, scale: float
 ) -> mx.array:
-    """Return [1, heads, 1, size] of one query, which sees all of the pieces.
+    """Return [1, heads, 1, size] for one query, which sees all of the pieces.
 
-    As MLX's own attention, but for the pieces: to join 80 keys takes longer than all of the rest (60 us of 8
-    heads of 128 numbers; 2-core x86, mlx 0.32.4).
+    Like MLX's own attention, except that the pieces are not joined: joining 80 keys takes longer than all the
+    rest (60 us for 8 heads of 128 numbers; 2-core x86, mlx 0.32.4).
     """
     weights = mx.softmax(scores_of(query, keys, scale=scale), axis=-1, precise=True)
     return weighted(weights, values).reshape(query.shape)

@@ -1,10 +1,9 @@
-"""Thin rows: queries one by one over pages, by NumPy, which multiplies by a vector without a copy of the
+"""Thin rows: queries taken one by one over pages, by NumPy, which multiplies by a vector without copying the
 keys.
 
-The layout, computed once a pass, says which queries read which page and where their scores go. Rows that
-share pages read them once. Queries that see about as much stand in one block, so that the softmax takes their
-scores in few steps and few of them are padding. Inference thread, and one more that sees views of computed
-arrays.
+The layout, computed once per pass, says which queries read which page and where their scores go. Rows that
+share pages read them once. Queries that see about as much share a block, so that the softmax takes few steps
+and little padding. Inference thread, and one more that only sees views of computed arrays.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from icehouse_server.engine.attention.port import Ints, TokenPlaces
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """The first `count` tokens of a page, which some queries read; or several whole pages side by side."""
+    """The first `count` tokens of a page, which some queries read; or several whole adjacent pages."""
 
     page: int
     page_count: int
     first: int
-    """Where their scores begin in the block."""
+    """Where its scores begin in the block."""
     count: int
     columns: Any
-    """Which queries of the block, each with its heads: a slice or an array."""
+    """The queries of the block that read it, each with its heads: a slice or an array."""
     column_count: int
 
 
@@ -42,17 +41,17 @@ class Block:
     position_count: int
     segments: list[Segment]
     hidden: list[tuple[slice, slice]]
-    """Columns and positions that a segment has and these queries do not see."""
+    """Columns and positions that a segment has but these queries do not see."""
 
     @property
     def score_count(self) -> int:
-        """For one head."""
+        """Scores for one head."""
         return len(self.tokens) * self.position_count
 
 
 @dataclasses.dataclass(slots=True)
 class _Readers:
-    """A page of a block under way."""
+    """The queries that read one page, while a block is being laid out."""
 
     count: int
     queries: list[int]
@@ -60,14 +59,14 @@ class _Readers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ThinPlan:
-    """Which queries of a pass are taken so, and how."""
+    """Which queries of a pass are taken one by one, and how."""
 
     halves: tuple[list[Block], ...]
-    """Blocks of no page in common, for two threads, or all of them: they share the heads then."""
+    """Two lists of blocks without a common page, for two threads; or one, which they share by heads."""
     runs: list[tuple[int, int]]
-    """From which to which token of the pass they are."""
+    """First and last (exclusive) token of the pass of each run of these queries."""
     score_count: int
-    """For one head."""
+    """Scores for one head."""
 
     @classmethod
     def of(
@@ -79,7 +78,7 @@ class ThinPlan:
         page_token_count: int,
         group: int,
     ) -> ThinPlan:
-        """`spans`: from which to which token of the pass each row's lie."""
+        """`spans` has the first and last (exclusive) token of the pass for each row."""
 
         def laid(some: Sequence[tuple[int, int]]) -> list[Block]:
             tokens = [token for first, last in some for token in range(first, last)]
@@ -101,7 +100,7 @@ class ThinPlan:
 def _blocks_of(
     places: TokenPlaces, tokens: Sequence[int], *, window: int | None, page_token_count: int, group: int
 ) -> list[Block]:
-    """Return the blocks of these tokens of a pass; `group` heads share one of the keys."""
+    """Return the blocks of these tokens of a pass; each KV head serves `group` query heads."""
     alike: dict[int, list[int]] = {}
     for token in tokens:
         last = int(places.positions[token])
@@ -115,8 +114,8 @@ def _blocks_of(
 def _block(places: TokenPlaces, tokens: list[int], *, window: int | None, size: int, group: int) -> Block:
     pages: dict[tuple[int, int], _Readers] = {}
     seen: list[tuple[int, int, int]] = []
-    """Of each query: the first page's number in its row, and from which to which position behind its
-    beginning it sees."""
+    """For each query: the number of the first page in its row, and the range of positions that it sees,
+    counted from that page's beginning."""
     for query, token in enumerate(tokens):
         last = int(places.positions[token])
         low = _low(last, window)
@@ -140,7 +139,7 @@ def _block(places: TokenPlaces, tokens: list[int], *, window: int | None, size: 
 
 
 def _segments(pages: Mapping[tuple[int, int], _Readers], *, size: int, group: int) -> list[Segment]:
-    """Return the pages in segments: those that lie side by side, for the same queries, in one."""
+    """Return the pages as segments; adjacent pages with the same queries share one."""
     segments: list[Segment] = []
     last_queries: list[int] = []
     for (page, index), readers in pages.items():
@@ -166,14 +165,14 @@ def _low(position: int, window: int | None) -> int:
 
 
 def _columns(queries: Sequence[int], group: int) -> Any:
-    """Return where queries' heads are: a slice where they lie side by side, which copies nothing."""
+    """Return the columns of queries' heads: a slice if they are adjacent, since that copies nothing."""
     if queries[-1] - queries[0] == len(queries) - 1:
         return slice(queries[0] * group, (queries[-1] + 1) * group)
     return np.concatenate([np.arange(query * group, (query + 1) * group) for query in queries])
 
 
 def attend_thin(plan: ThinPlan, layer: Floats, queries: Floats, *, scale: float) -> Floats:
-    """Return [tokens, heads, 1, size]: anything for tokens that the plan has not.
+    """Return [tokens, heads, 1, size], with undefined values for tokens not in the plan.
 
     `layer`: [pages, 2, KV heads, page tokens, size] of one layer. `queries`: the pass's, [tokens, heads, 1,
     size].
@@ -185,7 +184,7 @@ def attend_thin(plan: ThinPlan, layer: Floats, queries: Floats, *, scale: float)
     worth = plan.score_count * head_count
 
     def attend(halves: slice, heads: slice) -> None:
-        with np.errstate(all="ignore"):  # what is no number stays none
+        with np.errstate(all="ignore"):  # NaN stays NaN
             for half in plan.halves[halves]:
                 for block in half:
                     output[block.tokens, heads] = _attend(block, layer, by_head, heads, scale)
@@ -200,7 +199,7 @@ def _attend(block: Block, layer: Floats, by_head: Floats, heads: slice, scale: f
     rows = by_head[block.tokens, heads].swapaxes(0, 1)
     query_count, group, size = rows.shape[1:]
     scaled = rows.reshape(len(rows), query_count * group, size) * np.float32(scale)
-    # Each head's queries in columns that lie together: products take half the time of the other way.
+    # Each head's queries in contiguous columns: products take half the time of the other way.
     columns = np.ascontiguousarray(scaled.swapaxes(-1, -2))
     scores = np.full((len(scaled), query_count * group, block.position_count), HIDDEN, dtype=np.float32)
     for segment in block.segments:
@@ -215,7 +214,7 @@ def _attend(block: Block, layer: Floats, by_head: Floats, heads: slice, scale: f
     for segment in block.segments:
         weights = scores[:, segment.columns, segment.first : segment.first + segment.count]
         by_page = weights.reshape(*weights.shape[:2], segment.page_count, -1).transpose(2, 0, 1, 3)
-        # One by one: sums do not hang on which pages lie side by side.
+        # One by one, so that sums do not depend on which pages are adjacent.
         for part in np.matmul(by_page, _pages(layer, segment, 1, heads)):
             output[:, segment.columns] += part
     output /= sums.reshape(len(scaled), -1, 1)

@@ -1,1 +1,1 @@
-"""Attention over pages on GPUs: custom kernels of one body for CUDA and Metal."""
+"""GPU attention over pages: custom kernels with one body for CUDA and Metal."""

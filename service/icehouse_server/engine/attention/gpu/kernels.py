@@ -1,31 +1,31 @@
-"""Kernels of attention over pages: one text of each body for all languages, and a header for each.
+"""Kernels of attention over pages: one body text for all languages, with a header for each language.
 
-There are headers for CUDA and Metal here, and one for C++ beside the tests, which runs the bodies without a
-GPU. Each defines
+The headers for CUDA and Metal are here. One for C++ is beside the tests and runs the bodies without a GPU.
+Each header defines
 
-- GROUP_X, GROUP_Y, GROUP_Z, GROUPS_Z, THREAD, THREADS: where the block is, how many there are in z, and the
-  thread within its block;
+- GROUP_X, GROUP_Y, GROUP_Z, GROUPS_Z, THREAD, THREADS: the block's indices, the number of blocks in z, the
+  thread's index within its block, and the number of threads in a block;
 - LANE_XOR(x, mask): a float of the lane whose number differs by `mask`, within 32 lanes that all take part;
 - SHARED, BARRIER(): memory of a block, and a point that its threads pass together;
 - DEVICE: the address space of the arrays;
 - EXP2(x), AS_FLOAT(bits): two to the power of x; a float of an int's bits;
-- UNROLL: in front of a loop whose arrays must stay in registers.
+- UNROLL: goes before a loop whose arrays must stay in registers.
 
-Constants of a model: T, the pool's type; Q, that of queries and of the result; D, head size; KV_HEADS;
-GROUP, query heads a KV head; PAGE, tokens a page; HEADS, query heads that a block takes at once; LANES,
-lanes a key; VECTOR, numbers that a lane loads at once; ROUNDS, keys that it loads before it uses one. All
-else is known when a kernel runs, so that nothing is compiled again:
+Constants of a model: T, the pool's type; Q, the type of queries and of the result; D, head size; KV_HEADS;
+GROUP, query heads per KV head; PAGE, tokens per page; HEADS, query heads per block; LANES, lanes per key;
+VECTOR, numbers that a lane loads at once; ROUNDS, keys that it loads before using one. All else is passed
+when a kernel runs, so that nothing is compiled again:
 
-- `pool`: [pages, layers, 2, KV_HEADS, PAGE, D], written in place. The array given may be a short view of its
-  beginning (see `launch`); places within are counted in 64 bits;
+- `pool`: [pages, layers, 2, KV_HEADS, PAGE, D], written in place. The array passed may be a short view of its
+  beginning (see `launch`); offsets within are 64-bit;
 - `places`: for each token three ints: where its row's page numbers begin in this array, its position, and
   that of its row's first token in this pass; then the page numbers;
-- `settings`: six ints: the pool's layers, the layer, the window (0: none), keys a split (to merge: how many
-  there are), the scale's bits, and whether a kernel that attends also writes;
+- `settings`: six ints: the pool's layers, the layer, the window (0: none), keys per split (for merging: the
+  number of splits), the scale's bits, and whether a kernel that attends also writes;
 - `order`: what this launch must come after; a launch that writes gives a new one.
 
-Attention is FlashDecoding (Dao et al., 2023): splits of the keys, each with its own softmax, merged by their
-maxima and sums. Logits are in powers of two, which saves a product each.
+Attention is FlashDecoding (Dao et al., 2023): the keys are split, each split has its own softmax, and the
+splits are merged by their maxima and sums. Logits are in powers of two, which saves a product each.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from __future__ import annotations
 import dataclasses
 
 THREADS = 128
-"""Of a block that writes or attends: the bodies below count on four warps of 32."""
+"""Threads of a block that writes or attends: the bodies below assume four warps of 32."""
 
 PAGE_THREADS = 256
 PAGE_VECTORS = 8
-"""Of a block that moves or gathers pages: its threads, and vectors of 16 bytes a thread that moves."""
+"""For a block that moves or gathers pages: its threads, and how many 16-byte vectors each thread moves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Language:
-    """What the bodies need of a language and its devices."""
+    """What the bodies need from a language and its devices."""
 
     header: str
     body_start: str = ""
     usual_core_count: int = 132
-    """MLX does not report a device's own. It only decides how far keys are split."""
+    """MLX does not report a device's own count. It only decides how far keys are split."""
 
 
 CUDA = Language(
@@ -90,7 +90,7 @@ METAL = Language(
 #define AS_FLOAT(bits) as_type<float>(bits)
 #define UNROLL _Pragma("clang loop unroll(full)")
 """,
-    # MLX passes a kernel those attributes that its body names.
+    # MLX passes a kernel the attributes that its body names.
     body_start="// threadgroup_position_in_grid threadgroups_per_grid thread_position_in_threadgroup"
     " threads_per_threadgroup\n",
     usual_core_count=32,
@@ -293,7 +293,7 @@ ATTEND_WHOLE = (
   }
 """
 )
-"""Attends to each token's keys in one split and gives the result itself."""
+"""Attends to each token's keys in one split and writes the result itself."""
 
 ATTEND_SPLIT = (
     _ATTEND
@@ -325,7 +325,7 @@ MERGE = r"""
   TAKE_SINK
   out[(size_t)GROUP_X * D + e] = (Q)(number / total);
 """
-"""Joins what the splits gave."""
+"""Merges the results of the splits."""
 
 _TAKE_SINK = r"""
     const float sink = (float)sinks[head] * 1.44269504f;
@@ -336,5 +336,5 @@ _TAKE_SINK = r"""
 
 
 def with_sinks(body: str, *, has_sinks: bool) -> str:
-    """Return `ATTEND_WHOLE` or `MERGE` for models with sinks, or without."""
+    """Return `ATTEND_WHOLE` or `MERGE` for models with or without sinks."""
     return body.replace("TAKE_SINK", _TAKE_SINK if has_sinks else "")

@@ -1,10 +1,10 @@
 """GpuAttention: attention over pages by custom kernels, on CUDA and Metal.
 
-Launches a layer: one to write and attend, and one more to merge where keys are split, whatever the number of
+A layer takes one launch to write and attend, and one more to merge if keys are split, whatever the number of
 rows. Nothing is compiled again when rows, tokens, tables or splits change. Inference thread only.
 
-Kernels get a short view of the pool's beginning, not the pool: MLX adds up the sizes of what a command buffer
-reads and ends it at a limit, which a pool alone is above, so that each launch would end one.
+Kernels get a short view of the pool's beginning, not the pool. MLX adds up the sizes of what a command buffer
+reads and ends the buffer at a limit. The pool alone exceeds that limit, so each launch would end a buffer.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from icehouse_server.engine.attention.gpu.kernels import CUDA, METAL, Language
 from icehouse_server.engine.attention.port import AttentionCall, Ints, Pool, PoolShape, TokenPlaces
 
 _LANES_A_KEY = (16, 8)
-"""The first that leaves each lane whole vectors, or the last. With 8 a pass of 64 rows of 100 to 1,500 tokens
-took 6.5 ms instead of 5.8, of one row 2.9 instead of 2.2 (36 layers, 32 heads of 128 over 8; H100)."""
+"""The first that gives each lane whole vectors, or the last. With 8, a pass of 64 rows of 100 to 1,500 tokens
+took 6.5 ms instead of 5.8, and of one row 2.9 instead of 2.2 (36 layers, 32 heads of 128 over 8; H100)."""
 _MOST_LANE_NUMBERS = 32
-"""Of queries, that a lane holds at once in registers, and as many of the result."""
+"""Numbers of queries that a lane holds in registers at once, and as many of the result."""
 _VECTOR_BYTES = 16
 _LEAST_INPUT = 8
-"""MLX passes a Metal kernel a smaller array in another address space, which makes it another kernel."""
+"""MLX passes smaller arrays to a Metal kernel in another address space, which makes it another kernel."""
 _SMALLEST_SPLIT = 128
-"""Keys. What a split writes and the merge reads again is then below a sixteenth of the keys and values."""
+"""Keys. What splits write and the merge reads is then less than a sixteenth of the keys and values."""
 _MOST_SPLITS = 32
 _BLOCKS_A_CORE = 6
-"""Blocks that keep a core busy: two or three run at once, the rest evens out unequal rows."""
+"""Blocks that keep a core busy: two or three run at once, the rest even out unequal rows."""
 _REMEMBERED_SETTINGS = 4096
 
 MakeKernel = Callable[..., Any]
-"""mx.fast.cuda_kernel, mx.fast.metal_kernel, or what the tests have in their stead."""
+"""mx.fast.cuda_kernel, mx.fast.metal_kernel, or what tests use instead."""
 _Kernel = Callable[..., list[mx.array]]
 
 
 def gpu_attentions() -> Iterator[GpuAttention]:
-    """Yield the kernels of the device that MLX computes on, the best made first; none on a CPU."""
+    """Yield kernels for the device that MLX computes on, the preferred ones first; none on a CPU."""
     if mx.default_device().type != mx.DeviceType.gpu:
         return
     if mx.metal.is_available():
@@ -54,9 +54,9 @@ def gpu_attentions() -> Iterator[GpuAttention]:
 
 
 def split_size(visible_counts: Ints, *, blocks_per_split: int, core_count: int) -> int:
-    """Return how many keys a split takes: a power of two, so that lengths that grow change it rarely.
+    """Return how many keys a split takes: a power of two, so that it rarely changes as rows grow.
 
-    Few and long rows are split to use all cores, many rows only so far that the longest ones do not end last.
+    A few long rows are split to use all cores; many rows only so far that the longest do not end last.
     """
     enough = int(visible_counts.sum(dtype=np.int64)) * blocks_per_split // (_BLOCKS_A_CORE * core_count)
     size = max(_SMALLEST_SPLIT, 1 << max(enough.bit_length() - 1, 0))
@@ -67,17 +67,16 @@ def split_size(visible_counts: Ints, *, blocks_per_split: int, core_count: int) 
 
 @dataclasses.dataclass(slots=True)
 class _OnDevice:
-    """Places of a pass as the kernels take them, and what was computed for its layers."""
+    """Places of a pass as the kernels take them, and what was derived from them for its layers."""
 
     array: mx.array
     splits: dict[tuple[int, int, int], tuple[int, int]] = dataclasses.field(default_factory=dict)
-    """How many keys a split takes and how many splits there are, by tokens, window (0: none) and blocks a
-    split."""
+    """Keys per split and number of splits, by token count, window (0: none) and blocks per split."""
     spans: dict[tuple[int, int, int], mx.array] = dataclasses.field(default_factory=dict)
-    """Of rows that are gathered, as the kernel takes them; by row, first token and keys."""
+    """Spans of gathered rows as the kernel takes them, by row, first token and key count."""
 
     def span(self, places: TokenPlaces, row: int, first_token: int, key_count: int) -> mx.array:
-        """Return where a row's pages begin in `array`, its last token, and which are wanted."""
+        """Return where a row's pages begin in `array`, its last token, and which tokens are wanted."""
         key = (row, first_token, key_count)
         if (known := self.spans.get(key)) is not None:
             return known
@@ -96,7 +95,7 @@ class GpuAttention:
         self._language = language
         self._settings: dict[tuple[int, int, int, int, float, bool], mx.array] = {}
         self._block_counts: set[int] = set()
-        """Blocks a token and split, of all calls so far: a model's layers of one group make one kind."""
+        """Blocks per token and split in all calls so far; all layers of one group have the same."""
 
         def kernel(name: str, inputs: str, outputs: str, source: str) -> _Kernel:
             made: _Kernel = make_kernel(
@@ -231,7 +230,7 @@ class GpuAttention:
         return keys, values
 
     def settle(self, pool: Pool) -> bool:
-        # Copies to and from pages that were freed since are behind the last pass, or wait for the next one.
+        # Later copies to and from freed pages are queued after the last pass, or wait for the next one.
         mx.eval(pool.order)
         mx.synchronize()
         return True
@@ -276,13 +275,13 @@ class GpuAttention:
         )
 
     def _start_of(self, pool: Pool) -> mx.array:
-        """Return a short view of the pool's beginning. Made once: a pool that grows has another array."""
+        """Return a short view of the pool's beginning, made once; a pool that grows gets another array."""
         if pool.view is None:
             pool.view = pool.array[:1, :1, :1, :1, :1, :_LEAST_INPUT]
         return pool.view
 
     def _on_device(self, places: TokenPlaces) -> _OnDevice:
-        """Return the places in one array: one transfer and one input of each launch."""
+        """Return the places in one array: one transfer, and one input of each launch."""
         known: _OnDevice | None = places.derived.get(_OnDevice)
         if known is not None:
             return known
@@ -329,8 +328,8 @@ class GpuAttention:
 
 
 def _rounded(count: int) -> int:
-    """Return one of few lengths that holds `count`: passes of about as many pages are replayed for each
-    other."""
+    """Return one of a few lengths that hold `count`, so that passes with similar page counts can be replayed
+    for each other."""
     step = max(_LEAST_INPUT, 1 << max(count.bit_length() - 3, 0))
     return -(-count // step) * step
 
@@ -345,7 +344,7 @@ def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
 
 
 def _division(shape: PoolShape, group: int) -> dict[str, int]:
-    """Return how a block divides its work: constants of the kernels."""
+    """Return how a block divides its work, as constants of the kernels."""
     number_bytes = shape.dtype.size
     whole = _VECTOR_BYTES // number_bytes
     fitting = (lanes for lanes in _LANES_A_KEY if shape.head_size % (lanes * whole) == 0)
@@ -355,6 +354,6 @@ def _division(shape: PoolShape, group: int) -> dict[str, int]:
     return {
         "HEADS": -(-group // -(-group // most)),  # evenly
         "LANES": lanes,
-        "VECTOR": min(numbers & -numbers, whole),  # the largest power of two that divides them
+        "VECTOR": min(numbers & -numbers, whole),  # the largest power of two that divides it
         "ROUNDS": min(max(64 // (numbers * number_bytes), 1), 4),
     }

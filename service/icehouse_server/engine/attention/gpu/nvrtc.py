@@ -2,7 +2,7 @@
 
 MLX puts its own headers in front of each kernel, which take 2.5 s to compile (on a machine with an H100), and
 stores nothing for the next process. The bodies here need none of them. The library is the one that MLX has
-loaded; a cubin is run by `mx.fast.precompiled_cuda_kernel`. Inference thread only.
+loaded; `mx.fast.precompiled_cuda_kernel` runs the cubin. Inference thread only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Template = Sequence[tuple[str, int | mx.Dtype]]
 
 
 class NvrtcError(RuntimeError):
-    """NVRTC is missing, or did not compile a kernel; the message has its log."""
+    """NVRTC is missing, or did not compile a kernel; the message contains its log."""
 
 
 def make_kernel(
@@ -52,7 +52,7 @@ def make_kernel(
     """Return a kernel as `mx.fast.cuda_kernel` does; it is compiled when it first runs.
 
     Raises:
-        NvrtcError: From the kernel, where it cannot be compiled.
+        NvrtcError: From the kernel, if it cannot be compiled.
     """
     compiled: dict[tuple[Any, ...], bytes] = {}
 
@@ -123,7 +123,7 @@ def compile_cubin(source: str, *, architecture: str | None = None) -> bytes:
 
 
 def is_available() -> bool:
-    """Return whether NVRTC and what runs its cubins are here."""
+    """Return whether NVRTC is available, and MLX can run its cubins."""
     try:
         _library()
     except NvrtcError:

@@ -1,7 +1,7 @@
-"""BERT and its kin, as transformers computes them: RoBERTa, XLM-RoBERTa, CamemBERT, MPNet, DistilBERT.
+"""BERT and its relatives, as transformers computes them: RoBERTa, XLM-RoBERTa, CamemBERT, MPNet, DistilBERT.
 
-They differ in names, in where positions begin, and in MPNet's scores, which depend on distances. Devlin et
-al. 2018 (arXiv 1810.04805), Liu et al. 2019 (1907.11692), Song et al. 2020 (2004.09297).
+They differ in names, in the first position, and in MPNet's scores, which depend on distances. Devlin et al.
+2018 (arXiv 1810.04805), Liu et al. 2019 (1907.11692), Song et al. 2020 (2004.09297).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from icehouse_server.engine.runner.encoders.config_values import Config, activat
 from icehouse_server.engine.runner.encoders.packed import Bias, PackedTexts
 
 _OFFSET_KINDS: Final = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})
-"""Their positions begin behind the number of the padding token."""
+"""Kinds whose positions begin after the padding token's id."""
 _UNTYPED_KINDS: Final = frozenset({"mpnet", "distilbert"})
 _BUCKET_COUNT: Final = 32
 
@@ -63,7 +63,7 @@ _HEAD: Final = re.compile(r"^(pooler|classifier)\.")
 
 
 class Bert(Module):
-    """Reads packed texts. Raises ValueError for a config that it is not made for."""
+    """Reads packed texts. Raises ValueError for a config that it does not support."""
 
     def __init__(self, config: Config, *, has_head: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,14 +88,14 @@ class Bert(Module):
                 raise ValueError(f"its relative_attention_num_buckets must be {_BUCKET_COUNT}")
             self.distances = Embedding(_BUCKET_COUNT, self.layers[0].head_count)
         if has_head:
-            # A pooler alone is not what a vector is made of.
+            # Vectors are not made with a pooler alone.
             self.pooler = Linear(self.hidden_size, self.hidden_size)
             self.classifier = Linear(self.hidden_size, 1)
         self._head_activation = relu if kind == "distilbert" else mx.tanh
 
     def __call__(self, token_ids: mx.array, texts: PackedTexts, token_types: mx.array) -> mx.array:
-        """Return the hidden states of tokens, [tokens, size]; `token_types` are 0 or, of a pair's second
-        text, 1."""
+        """Return the hidden states of tokens, [tokens, size]. `token_types` are 0, or 1 for the second text
+        of a pair."""
         x = self.words(token_ids) + self.positions(texts.positions + self.first_position)
         if self.type_count:
             x = x + self.token_types(mx.minimum(token_types, self.type_count - 1))
@@ -118,7 +118,7 @@ class Bert(Module):
 
     @staticmethod
     def renamed(weights: Mapping[str, mx.array], *, has_head: bool) -> dict[str, mx.array]:
-        """Return a folder's weights by the names used here, without what is not used."""
+        """Return a folder's weights under the names used here, without unused ones."""
         found = {}
         for name, array in weights.items():
             for pattern, replacement in _NAMES:
@@ -164,9 +164,9 @@ def _layer_count(config: Config) -> int:
 
 
 def _buckets(distances: mx.array) -> mx.array:
-    """Return the bucket of each distance: 8 single ones to either side, then 8 that grow up to 128.
+    """Return the bucket of each distance: 8 for single distances to either side, then 8 that widen up to 128.
 
-    The border of bucket 8 + i is the least n with log(n / 8) / log(128 / 8) * 8 >= i, so n * n >= 64 * 2**i.
+    Bucket 8 + i begins at the least n with log(n / 8) / log(128 / 8) * 8 >= i, so n * n >= 64 * 2**i.
     """
     count = _BUCKET_COUNT // 2
     far = mx.abs(distances)

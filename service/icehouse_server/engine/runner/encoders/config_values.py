@@ -1,4 +1,4 @@
-"""Values of config.json that an encoder is made of. Each refusal is a ValueError that names the key."""
+"""Values of config.json that an encoder is built from. Each refusal is a ValueError that names the key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ACTIVATIONS: Final[Mapping[str, Callable[[mx.array], mx.array]]] = {
 
 
 def size_of(config: Config, *names: str) -> int:
-    """Return the first of the names that is there; it must be a whole number above 0."""
+    """Return the value of the first of these keys that exists; it must be a whole number above 0."""
     found = next((config[name] for name in names if name in config), None)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise ValueError(f"config.json has {found!r} for {names[0]}, which must be a whole number above 0")
@@ -30,7 +30,7 @@ def size_of(config: Config, *names: str) -> int:
 
 
 def activation_of(name: str) -> Callable[[mx.array], mx.array]:
-    """Return the function of that name, as transformers and PyTorch name them."""
+    """Return the activation function with this name in transformers or PyTorch."""
     found = _ACTIVATIONS.get(name.rpartition(".")[2].lower())
     if found is None:
         raise ValueError(f"its activation {name!r} is not known here; known are {', '.join(_ACTIVATIONS)}")
@@ -38,7 +38,7 @@ def activation_of(name: str) -> Callable[[mx.array], mx.array]:
 
 
 def rope_base(config: Config, layers: str, *, key: str, default: float) -> float:
-    """Return the base of RoPE for a kind of layers, from where transformers 5 or earlier ones write it."""
+    """Return the base of RoPE for one kind of layer, wherever this release of transformers puts it."""
     own = (config.get("rope_parameters") or {}).get(layers) or {}
     scaling = config.get("rope_scaling")
     if own.get("rope_type", "default") != "default" or scaling:

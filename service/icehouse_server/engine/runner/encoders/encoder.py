@@ -1,7 +1,7 @@
-"""Encoder: a model that makes a vector or a score of each text, whole, in one pass (inference thread).
+"""Encoder: a model that makes a vector or a score of each whole text, in one pass (inference thread).
 
 Its module tree is made for mlx-lm's loader, which reads the weights of a folder, quantized or not, and
-refuses what is missing or left over.
+refuses missing or unknown ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FAMILIES: Final[Mapping[str, type[Any]]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "distilbert"), Bert),
     "modernbert": ModernBert,
 }
-"""By `model_type` of config.json; a `gemma3_text` is one, too, where its config says that it sees in both
-directions."""
+"""By `model_type` of config.json. A `gemma3_text` is an encoder, too, if its config says that it attends in
+both directions."""
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Whether a model is served from here."""
+    """Whether a model is served as an encoder."""
     return _family_of(config) is not None
 
 
@@ -43,7 +43,7 @@ def _family_of(config: Mapping[str, Any]) -> type[Any] | None:
 
 
 def encoder_classes(folder: Path) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
-    """Return what mlx-lm's loader makes the encoder in a folder of: from its config to classes."""
+    """Return a function from config to classes, with which mlx-lm's loader makes the encoder in a folder."""
 
     def classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
         return functools.partial(Encoder, recipe=recipe_of(folder)), _WholeConfig
@@ -52,7 +52,7 @@ def encoder_classes(folder: Path) -> Callable[[Mapping[str, Any]], tuple[Any, An
 
 
 class _WholeConfig(dict[str, Any]):
-    """config.json as it is."""
+    """The whole config.json, unchanged."""
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> _WholeConfig:
@@ -60,9 +60,9 @@ class _WholeConfig(dict[str, Any]):
 
 
 class Encoder(Module):
-    """A family's body with what is behind it: pooling and dense layers, or a head that scores.
+    """A family's body and what comes after it: pooling and dense layers, or a head that scores.
 
-    Raises ValueError for a config or recipe that is not known here.
+    Raises ValueError for an unknown config or recipe.
     """
 
     def __init__(self, config: Mapping[str, Any], *, recipe: Recipe) -> None:
@@ -86,7 +86,7 @@ class Encoder(Module):
         self.vector_size = 1 if self.has_head else sizes[-1]
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> mx.array:
-        """Return what each text comes to: [texts, vector_size] in float32. The shortest comes first."""
+        """Return each text's vector or score, [texts, vector_size] in float32; the shortest comes first."""
         lengths = [len(text) for text in texts]
         assert lengths == sorted(lengths), lengths
         packed = PackedTexts(lengths)
@@ -109,16 +109,16 @@ class Encoder(Module):
         return numbers
 
     def _types_of(self, text: Sequence[int]) -> Any:
-        """Return each token's type: of a pair, which ends with the token that parts it, 1 behind the first of
-        these."""
+        """Return each token's type. A pair ends with its separator token; types are 1 after the first
+        separator."""
         types = np.zeros(len(text), np.int32)
         if self.has_head:
             types[list(text).index(text[-1]) + 1 :] = 1
         return types
 
     def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Return a folder's weights by the names of this tree; those of dense layers are in their own
-        folders, or beside the others, as conversions to MLX put them."""
+        """Return a folder's weights under the names of this tree. Those of dense layers are in their own
+        folders, or beside the others, where conversions to MLX put them."""
         own = {name: array for name, array in weights.items() if name.startswith("dense.")}
         rest = {name: array for name, array in weights.items() if name not in own}
         named = self.body.renamed(rest, has_head=self.has_head)
@@ -131,10 +131,10 @@ class Encoder(Module):
         return found | own
 
     def context_token_limit(self, wanted: int | None) -> int:
-        """Return how long a text may be: `wanted`, or what the recipe says; no more than the model takes."""
+        """Return how long a text may be: `wanted` or the recipe's limit, but at most what the model takes."""
         most: int = self.body.token_limit
         return min(most, wanted or self._recipe.token_limit or most)
 
     def make_cache(self) -> list[Any]:
-        """Return nothing: of a text nothing is kept."""
+        """Return no caches: nothing of a text is kept."""
         return []

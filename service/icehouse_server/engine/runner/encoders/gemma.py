@@ -1,7 +1,7 @@
-"""EmbeddingGemma: Gemma 3 that sees in both directions, as transformers computes it.
+"""EmbeddingGemma: Gemma 3 attending in both directions, as transformers computes it.
 
-Of a folder whose config.json says `use_bidirectional_attention`. Its layers are mlx-lm's, which attend to
-packed texts here; their windows reach as far ahead as back. Vera et al. 2025 (arXiv 2509.20354).
+Used if config.json says `use_bidirectional_attention`. Its layers are mlx-lm's, but attend to packed texts
+here; their windows reach as far ahead as back. Vera et al. 2025 (arXiv 2509.20354).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _BASES: Final = {
     "full_attention": ("rope_theta", 1_000_000.0),
     "sliding_attention": ("rope_local_base_freq", 10_000.0),
 }
-"""By kind of layer: what earlier transformers call the base of its RoPE, and its default."""
+"""By kind of layer: the key of its RoPE base in earlier transformers, and its default."""
 _ACTIVATION: Final = "gelu_pytorch_tanh"
 
 
 class BidirectionalGemma(Module):
-    """Reads packed texts. Raises ValueError for a config that it is not made for."""
+    """Reads packed texts. Raises ValueError for a config that it does not support."""
 
     def __init__(self, config: Config, *, has_head: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class BidirectionalGemma(Module):
             layer.self_attn = _PackedAttention(layer.self_attn, config, kind)
 
     def __call__(self, token_ids: mx.array, texts: PackedTexts, token_types: mx.array) -> mx.array:
-        """Return the hidden states of tokens, [tokens, size]. It has no token types."""
+        """Return the hidden states of tokens, [tokens, size]. Token types are not used."""
         x = self.model.embed_tokens(token_ids)
         x = x * mx.array(self.hidden_size**0.5, x.dtype)
         for layer in self.model.layers:
@@ -55,12 +55,12 @@ class BidirectionalGemma(Module):
         return y
 
     def scores(self, hidden: mx.array, texts: PackedTexts) -> mx.array:
-        """Never called: it has no head."""
+        """Never called, since this model has no head."""
         raise AssertionError("a Gemma has no head that scores")
 
     @staticmethod
     def renamed(weights: Mapping[str, mx.array], *, has_head: bool) -> dict[str, mx.array]:
-        """Return a folder's weights by the names used here, without what is not used."""
+        """Return a folder's weights under the names used here, without unused ones."""
         return {
             f"model.{name.removeprefix('model.')}": array
             for name, array in weights.items()
@@ -69,7 +69,7 @@ class BidirectionalGemma(Module):
 
 
 class _PackedAttention(Module):
-    """The attention of one of mlx-lm's layers, which gives it texts where a mask would be."""
+    """The attention of one of mlx-lm's layers, which passes it texts in place of a mask."""
 
     def __init__(self, own: Any, config: Config, kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ class _PackedAttention(Module):
         self._head_size, self._scale = own.head_dim, own.scale
         key, default = _BASES[kind]
         self._base = rope_base(config, kind, key=key, default=default)
-        # transformers: a distance below half the window and one.
+        # As in transformers, distances below half the window plus one are seen.
         self._reach = size_of(config, "sliding_window") // 2 if kind == "sliding_attention" else None
 
     def __call__(self, x: mx.array, texts: PackedTexts, cache: None) -> mx.array:

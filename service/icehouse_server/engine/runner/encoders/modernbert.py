@@ -21,7 +21,7 @@ _BASES: Final = {
     "full_attention": ("global_rope_theta", 160_000.0),
     "sliding_attention": ("local_rope_theta", 10_000.0),
 }
-"""By kind of layer: what earlier transformers call the base of its RoPE, and its default."""
+"""By kind of layer: the key of its RoPE base in earlier transformers, and its default."""
 _NAMES: Final = (
     ("embeddings.tok_embeddings.", "words."),
     ("embeddings.norm.", "norm."),
@@ -36,7 +36,7 @@ _POOLINGS: Final = ("cls", "mean")
 
 
 class ModernBert(Module):
-    """Reads packed texts. Raises ValueError for a config that it is not made for."""
+    """Reads packed texts. Raises ValueError for a config that it does not support."""
 
     def __init__(self, config: Config, *, has_head: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ class ModernBert(Module):
             self._head_activation = activation_of(str(config.get("classifier_activation", "gelu")))
 
     def __call__(self, token_ids: mx.array, texts: PackedTexts, token_types: mx.array) -> mx.array:
-        """Return the hidden states of tokens, [tokens, size]. It has no token types."""
+        """Return the hidden states of tokens, [tokens, size]. Token types are not used."""
         x = self.norm(self.words(token_ids))
         for layer in self.layers:
             x = layer(x, texts)
@@ -78,7 +78,7 @@ class ModernBert(Module):
 
     @staticmethod
     def renamed(weights: Mapping[str, mx.array], *, has_head: bool) -> dict[str, mx.array]:
-        """Return a folder's weights by the names used here, without what is not used."""
+        """Return a folder's weights under the names used here, without unused ones."""
         found = {}
         for name, array in weights.items():
             name = name.removeprefix("model.")

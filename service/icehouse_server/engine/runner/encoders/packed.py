@@ -1,8 +1,7 @@
-"""Packed texts: several inputs one behind another, as the rows of one array, without padding.
+"""Packed texts: several inputs one after another, as the rows of one array, without padding.
 
-What a layer does to each token by itself it does to all texts at once, so its weights are read once. Only
-attention knows where a text begins and ends. So no text depends on the texts beside it, and none pays for
-the length of another.
+What a layer does to each token separately it does to all texts at once, so its weights are read once. Only
+attention knows where a text begins and ends. So no text depends on the others, or pays for their length.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import mlx.core as mx
 import numpy as np
 
 QUERY_SLICE: Final = 512
-"""Tokens that attend at once: the scores of a long text against itself would take more than the model."""
+"""Queries that attend at once: the scores of a long text against itself would take more than the model."""
 
 Turn = Callable[[mx.array], mx.array]
 """Rotates queries or keys, [texts, heads, length, size], by their positions (RoPE)."""
 Bias = Callable[[mx.array], mx.array]
-"""From distances [queries, keys], ahead positive, to what is added to scores, [heads, queries, keys]."""
+"""From distances, [queries, keys], positive ahead, to what is added to scores, [heads, queries, keys]."""
 
 
 class PackedTexts:
-    """Where each text is in arrays of [tokens, ...]. Texts of one length attend together where they are
-    neighbours, so they come sorted by length."""
+    """Where each text is in arrays of [tokens, ...]. Adjacent texts of equal length attend together, so they
+    come sorted by length."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         ends = list(itertools.accumulate(lengths))
@@ -34,9 +33,9 @@ class PackedTexts:
         self.last_tokens = mx.array(ends) - 1
         self.first_tokens = mx.array([0, *ends[:-1]])
         self.positions = mx.array(np.concatenate([np.arange(length) for length in lengths]))
-        """Of each token in its own text, [tokens]."""
+        """Position of each token in its own text, [tokens]."""
         self._runs: list[tuple[int, int, int]] = []
-        """Start, number and length of neighbours of one length."""
+        """Start, number and length of adjacent texts of equal length."""
         start = 0
         for length, same in itertools.groupby(lengths):
             count = sum(1 for _ in same)
@@ -63,9 +62,9 @@ class PackedTexts:
         turn: Turn | None = None,
         bias: Bias | None = None,
     ) -> mx.array:
-        """Return what each token gathers from its own text, [tokens, heads * size].
+        """Return the attention output of each token within its own text, [tokens, heads * size].
 
-        The three are [tokens, heads, size], of keys and values perhaps fewer heads. `reach` is how far a
+        The three inputs are [tokens, heads, size]; keys and values may have fewer heads. `reach` is how far a
         token sees to either side; None is everywhere.
         """
         found = []

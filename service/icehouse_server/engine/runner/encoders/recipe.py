@@ -1,8 +1,8 @@
-"""Recipe: what a model's folder says of how its hidden states become a vector or a score.
+"""Recipe: how a model's folder says its hidden states become a vector or a score.
 
-As sentence-transformers writes it: modules.json names the steps, each with a folder of its own. A folder
-without one is taken as sentence-transformers takes it: the mean over all tokens. What is not known here is
-refused by its name, since a vector made otherwise would look as good and find the wrong texts.
+The format is sentence-transformers': modules.json names the steps, each with a folder of its own. A folder
+without it gets sentence-transformers' default, the mean over all tokens. Anything unknown is refused by name,
+since a vector made in another way would look as good and find the wrong texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLASSIFIER: Final = "ForSequenceClassification"
 
 
 class Gather(enum.Enum):
-    """Which hidden states a vector is made of; the values are sentence-transformers' names."""
+    """Which hidden states make a vector; the values are sentence-transformers' names."""
 
     FIRST = "cls"
     LAST = "lasttoken"
@@ -36,12 +36,12 @@ _FLAGS: Final = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-"""Flags of earlier releases, one of which is set."""
+"""Flags of earlier releases; exactly one of them is set."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DenseStep:
-    """A layer behind the pooling."""
+    """A dense layer after the pooling."""
 
     path: Path
     input_size: int
@@ -55,22 +55,22 @@ class Recipe:
     """How a folder's vectors are made."""
 
     gather: Gather | None
-    """None where the folder says nothing of it."""
+    """None if the folder does not say."""
     dense: tuple[DenseStep, ...] = ()
     token_limit: int | None = None
-    """Texts are no longer than this, whatever the model could take."""
+    """Texts are no longer than this, even if the model could take more."""
     prompts: tuple[EmbeddingPrompt, ...] = ()
     unknown_step: str = ""
-    """One that is not known here. A reranker is served without it, whose score is not made by steps."""
+    """The first unknown step. A reranker is served all the same, since steps do not make its score."""
 
     def check_steps(self) -> None:
-        """Raise ValueError where vectors are made by a step that is not known here."""
+        """Raise ValueError if an unknown step makes vectors."""
         if self.unknown_step:
             raise ValueError(f"modules.json has a step {self.unknown_step!r}, which is not known here")
 
 
 def has_head(config: Mapping[str, Any]) -> bool:
-    """Whether a model scores texts. Raises ValueError where it sorts them into classes instead."""
+    """Whether a model scores texts. Raises ValueError if it sorts them into classes instead."""
     names = config.get("architectures") or ()
     if not any(str(name).endswith(_CLASSIFIER) for name in names):
         return False
@@ -84,7 +84,7 @@ def has_head(config: Mapping[str, Any]) -> bool:
 
 
 def recipe_of(folder: Path) -> Recipe:
-    """Read a folder's recipe. Raises ValueError for pooling that is not known here, and for damaged files."""
+    """Read a folder's recipe. Raises ValueError for unknown pooling and for damaged files."""
     gather, dense, unknown = None, [], ""
     for step, path in _steps(folder):
         if step == "Pooling":

@@ -1,8 +1,8 @@
 """Forward pass over a flat list of tokens of several rows: weights are read once for all of them.
 
-Every token is a batch row of length one, so the model is called with [tokens, 1] and one position for each;
-`model_seam` keeps the rows apart where caches are used, as `probe` found that the model allows. A pass is
-built lazily: nothing is computed until its arrays are evaluated. Inference thread only.
+Every token is a batch row of length one, so the model is called with [tokens, 1] and one position per token.
+`model_seam` keeps the rows apart where caches are used, in the way that `probe` found to work for the model.
+A pass is built lazily: nothing is computed until its arrays are evaluated. Inference thread only.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ Built = TypeVar("Built")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassOutput:
-    """What one pass gives, not computed yet."""
+    """What one pass returns, not computed yet."""
 
     logits: mx.array | None
-    """[sum of logit counts, vocabulary], None when nobody wanted any; `logit_spans` says whose are where."""
+    """[sum of logit counts, vocabulary]; None if no share wanted any. `logit_spans` says which are whose."""
     logit_spans: tuple[tuple[int, int], ...]
-    """For each share as given: the first of its logits and the one behind the last."""
+    """For each share as given: the start and stop of its logits."""
     hidden: mx.array | None
     """[sum of hidden counts, width], likewise."""
     hidden_spans: tuple[tuple[int, int], ...]
     arrays: list[Any]
-    """What must be evaluated for the pass to be done: outputs, and caches that no output depends on."""
+    """What must be evaluated to finish the pass: outputs, and caches that no output depends on."""
 
 
 class ForwardPass:
-    """Runs passes of one module tree: a model by itself, or with one LoRA adapter."""
+    """Runs passes of one module tree: a model alone, or with one LoRA adapter."""
 
     def __init__(self, model: Any, facts: PassFacts, paging: Paging | None = None) -> None:
-        """`facts` come from `probe.examine_steps` of this model, or of one of the same architecture."""
+        """`facts` come from `probe.examine_steps` of this model, or of one with the same architecture."""
         self._model = model
         self.facts = facts
         self._group = StateGroup((), ())
@@ -73,7 +73,7 @@ class ForwardPass:
         self._trunk: Trunk | None = None
         self.page(paging or Paging(()))
         self._embedding: Embedding | None = None
-        """Known from the first pass on that has an image."""
+        """Known from the first pass that has an image."""
         patch_attention(model)
         if any(split.needs_door for split in facts.caches):
             open_doors(model)
@@ -82,14 +82,14 @@ class ForwardPass:
         self._window = LayerWindow(model) if facts.layer_count else None
 
     def close(self) -> None:
-        """Drop the weights and graphs. Hooks in the modules refer back to this, and all would stay until a
-        garbage collection, for ever where objects are frozen: so each module is emptied."""
+        """Drop the weights and graphs by emptying each module. Hooks in the modules refer back to this
+        object, so all would stay until a garbage collection, or for ever if objects are frozen."""
         self.replays.close()
         for module in list(self._model.modules()):
             module.clear()
 
     def page(self, paging: Paging) -> None:
-        """Have what of the KV of rows to come lies in pages lie in these."""
+        """From now on, put the KV of new rows into these pages, if it can be in pages."""
         self.paging = paging
         is_all_paged = self.facts.modes == (PassSplit.ATTENTION,) and len(self.facts.caches) == sum(
             len(group.layers) for group in paging.groups
@@ -97,10 +97,10 @@ class ForwardPass:
         self.replays = Replays(paging.groups if is_all_paged else (), self._decode)
 
     def run(self, token_ids: mx.array, shares: Sequence[Share]) -> PassOutput:
-        """Feed every share's tokens, which lie in `token_ids` one share behind the other.
+        """Feed every share's tokens, which are in `token_ids` share after share.
 
-        Rows' caches are updated; tokens may be arrays that are not computed yet. Raises NotSplittable where
-        the model does something else than it did when examined; the rows' caches are lost then.
+        Rows' caches are updated; tokens may be arrays that are not computed yet. Raises NotSplittable if the
+        model does something that it did not do when examined; the rows' caches are then lost.
         """
         assert shares, "A pass needs a row"
         assert all(share.token_count >= 1 for share in shares), "A share needs a token"
@@ -123,7 +123,7 @@ class ForwardPass:
             assert isinstance(layer, SplitLayer)
             layer.stacked = stacked
         logit_indices = spans.last_indices([share.logit_count for share in spans.shares])
-        # A head that nobody asks for is never computed, but it must be given something.
+        # A head that nobody asks for is never computed, but must be given something.
         is_all = len(logit_indices) == spans.token_count
         head_indices = None if is_all else mx.array(logit_indices or [0])
         features = [
@@ -138,7 +138,7 @@ class ForwardPass:
         return self._output(spans, logits[:, 0] if logit_indices else None, hidden)
 
     def _decoded(self, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]) -> PassOutput:
-        """Feed one token of each row and give its logits."""
+        """Feed one token of each row and return the logits."""
         logits = self.replays.run(token_ids, spans, places)
         for row in spans.rows:
             row.token_count += 1
@@ -151,18 +151,18 @@ class ForwardPass:
         return logits[:, 0]
 
     def begin_layers(self, row: Row, token_ids: Sequence[int]) -> LayeredChunk:
-        """Return a chunk that goes through the layers a few in each pass, by `run_layers`.
+        """Return a chunk that goes through a few layers in each pass, by `run_layers`.
 
-        Only where `facts.layer_count`. The row is not to be fed until the chunk has ended or is dropped.
+        Only if `facts.layer_count`. The row must not be fed until the chunk has ended or is dropped.
         """
         row.leave_group()
         row.make_room(len(token_ids))
         return LayeredChunk(row, token_ids)
 
     def run_layers(self, chunk: LayeredChunk, last: int) -> list[Any]:
-        """Take a chunk through the layers before `last`; return what must be evaluated for that to be done.
+        """Take a chunk through the layers before `last`; return what must be evaluated to finish that.
 
-        Behind the last layer its tokens are in the row's caches. No logits are made of it.
+        After the last layer its tokens are in the row's caches. It makes no logits.
         """
         window = self._window
         assert window is not None, "This model's layers run together"
@@ -195,9 +195,9 @@ class ForwardPass:
         indices: mx.array | None,
         features: Sequence[Features] = (),
     ) -> tuple[mx.array, mx.array | None]:
-        """Return the logits of some tokens, and hidden states of all, where the model shows them.
+        """Return the logits of some tokens, and the hidden states of all, if the model shows them.
 
-        `token_ids` are [tokens, 1] or [1, tokens], and so is what comes.
+        `token_ids` are [tokens, 1] or [1, tokens], and so are the first two axes of the results.
         """
         if features and self._embedding is None:
             self._embedding = Embedding(self._model)
@@ -217,7 +217,7 @@ class ForwardPass:
         return logits if trunk is not None or indices is None else picked(logits, indices), hidden
 
     def _places(self, spans: Spans) -> list[TokenPlaces]:
-        """Return where the pass's tokens lie in the pages of each group."""
+        """Return where the pass's tokens are in the pages of each group."""
         begins = [row.token_count for row in spans.rows]
         return [
             places_of([row.table.runs[number] for row in spans.rows], begins, spans.counts)
@@ -240,7 +240,7 @@ class ForwardPass:
         return views
 
     def _built(self, views: Sequence[View], call: Callable[[], Built]) -> Built:
-        """Return what a call gives whose layers are these views."""
+        """Return the result of a call in which these views stand for the layers' caches."""
         try:
             built = call()
             check_used(views)
@@ -249,7 +249,7 @@ class ForwardPass:
             HANDED.clear()
 
     def _regroup(self, spans: Spans) -> None:
-        """Stack the states of the rows that decode, unless they are stacked already."""
+        """Stack the states of the decoding rows, unless they are already stacked."""
         indices = [i for i, split in enumerate(self._leaf_splits or ()) if split.is_stacked]
         singles = spans.rows[: spans.single_count]
         if indices and not self._group.is_of(singles):
@@ -287,7 +287,7 @@ class ForwardPass:
     def _unseen_arrays(self, spans: Spans, *, sees_all: bool) -> list[Any]:
         """Return the caches' arrays that the outputs do not depend on.
 
-        Outputs depend on every layer's attention of every row, since the rows are put together behind it.
+        Outputs depend on every layer's attention of every row, since the rows are joined after it.
         """
         if sees_all and self.facts.modes == (PassSplit.ATTENTION,):
             return []
@@ -302,7 +302,7 @@ class ForwardPass:
         return unseen
 
     def _run_alone(self, token_ids: mx.array, shares: Sequence[Share]) -> PassOutput:
-        """Call the model for each row by itself."""
+        """Call the model for each row separately."""
         logits: list[mx.array] = []
         hidden: list[mx.array] = []
         arrays: list[Any] = []
@@ -333,7 +333,7 @@ def _spans(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _as_given(laid: tuple[tuple[int, int], ...], spans: Spans) -> tuple[tuple[int, int], ...]:
-    """Return what is in the order of the pass in the order of the shares as they were given."""
+    """Return spans in the order of the shares as they were given, instead of the pass's order."""
     return (
         laid
         if spans.order is None

@@ -1,12 +1,12 @@
 """Joined layers: linear layers that read the same input, computed as one product (inference thread).
 
-A layer's queries, keys and values, and the two halves of its MLP, are five of its seven products. Where each
-product of several rows costs the host time of its own, joining them saves it: MLX's CUDA backend asks cuBLAS
-for an algorithm and captures a graph each time. A pass of four rows took 3.5 ms longer than one of a single
-row, whose products go another way: 14 us for each product (Qwen3-4B's shape, H100, mlx 0.32.4).
+A layer's queries, keys and values, and the two halves of its MLP, are five of its seven products. If each
+product of several rows costs the host time, joining them saves it: MLX's CUDA backend asks cuBLAS for an
+algorithm and captures a graph each time. A pass of four rows took 3.5 ms longer than one of a single row,
+whose products take another path: 14 us per product (Qwen3-4B's shape, H100, mlx 0.32.4).
 
-The weights of joined layers lie behind each other in one array, of which each layer's own are a view. So a
-layer that gets another input than the others, or a single token, still computes by itself.
+The weights of joined layers are contiguous in one array, and each layer's own weights are a view of it. So a
+layer that gets another input than the others, or a single token, still computes alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx.nn.layers.quantized import QuantizedLinear
 from icehouse_server.engine.runner.forward.model_seam import become, modules_of
 
 _NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Of layers that read the same input, where a module has all of them."""
+"""Names of layers that read the same input, if a module has all of them."""
 _KINDS = {Linear, QuantizedLinear}
 
 
@@ -35,8 +35,8 @@ class JoinedLayers:
 
     @classmethod
     def steps(cls, model: Any) -> Generator[None, None, JoinedLayers]:
-        """Join what can be joined; yields after each product, so that other models can run their passes. A
-        layer's weights are in memory twice only while it is its turn."""
+        """Join what can be joined. Yields after each product, so that other models can run their passes. A
+        layer's weights are in memory twice only during its turn."""
         joined = cls()
         for layers in list(_joinable(model)):
             joined._products.append(_Product(layers))
@@ -47,13 +47,13 @@ class JoinedLayers:
         return len(self._products)
 
     def separate(self) -> None:
-        """Let every layer compute by itself again."""
+        """Let every layer compute alone again."""
         for product in self._products:
             product.is_on = False
 
 
 class _Product:
-    """One product that stands for several layers'."""
+    """One product that replaces those of several layers."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         first = layers[0]
@@ -71,12 +71,12 @@ class _Product:
         mx.eval(self._whole.parameters(), [layer.parameters() for layer in layers])
         self._input: mx.array | None = None
         self._outputs: dict[int, mx.array] = {}
-        """Those that were not asked for yet."""
+        """Outputs that were not asked for yet."""
         for number, layer in enumerate(layers):
             become(layer, "joined", functools.partial(self._output, number))
 
     def _output(self, number: int, call: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
-        """Return a layer's output for `x`; the first layer called with it has it computed for all."""
+        """Return a layer's output for `x`; the first layer called with it computes it for all."""
         if x is not self._input or number not in self._outputs:
             if not self.is_on or x.size == x.shape[-1]:
                 return call(x)

@@ -1,13 +1,12 @@
-"""Views of one layer's caches of all rows, which a model is given instead of one cache, and attention on
-them.
+"""Views of one layer's caches of all rows, which a model gets instead of one cache, and attention over them.
 
-`FlatLayer` is served by attention: its `offset` is the array of positions, which RoPE takes, and its
-`update_and_fetch` hands keys and values through to attention, where the queries are known too.
-`SplitLayer` is served by the module that takes it; `ListLayer` stands for a CacheList served part by part.
+Attention serves `FlatLayer`: its `offset` is the array of positions, which RoPE takes, and its
+`update_and_fetch` passes keys and values through to attention, where the queries are known, too. The module
+that takes a `SplitLayer` serves it; `ListLayer` stands for a CacheList served part by part.
 
-Every token is a batch row of length one, so queries, keys and values are [tokens, heads, 1, size]. Where KV
-is in pages, rows of few tokens attend in one launch and each longer chunk by itself; elsewhere each row
-updates its own cache and attends to what that holds.
+Every token is a batch row of length one, so queries, keys and values are [tokens, heads, 1, size]. If KV is
+in pages, rows of few tokens attend in one launch and each longer chunk separately; otherwise each row updates
+its own cache and attends to what that holds.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ _CONSTANTS = frozenset({"max_size", "keep", "chunk_size", "group_size"})
 """Attributes that are equal in all rows' caches of a layer."""
 
 HANDED: Final[dict[int, FlatLayer]] = {}
-"""The layers of the pass being built, by the identity of the keys they handed through: some models' later
-layers attend to an earlier one's keys without its cache. Empty between passes, which one thread builds."""
+"""The layers of the pass being built, by the identity of the keys they passed through: later layers of some
+models attend to an earlier one's keys without its cache. Empty between passes, which one thread builds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,11 +51,11 @@ class PagedLayer:
     places: TokenPlaces
     """The same for all layers of the pass."""
     number: int
-    """Of the layer, in the pool."""
+    """The layer's number in the pool."""
 
 
 class _RowCaches:
-    """One layer's caches of all rows; what is equal in all of them reads as the one cache's."""
+    """One layer's caches of all rows; attributes that are equal in all of them read like one cache's."""
 
     __slots__ = ("caches", "spans")
 
@@ -78,14 +77,14 @@ class FlatLayer(_RowCaches):
     def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
         super().__init__(caches, spans)
         self.paged: PagedLayer | None = None
-        """Where keys and values lie, if that is in pages."""
+        """Where keys and values are, if they are in pages."""
         self.cache_class = class_of(caches[0])
-        """Of all rows' caches."""
+        """The entry for all rows' caches."""
         self.offset = spans.positions
         self.handed: tuple[Any, Any] | None = None
         """What the model got as the fetched keys and values."""
         self.fetched: list[Any] | None = None
-        """Each row's keys and values, once attention has updated the caches; nothing of those in pages."""
+        """Each row's keys and values, once attention has updated the caches; empty for those in pages."""
 
     def make_mask(self, N: int, **options: Any) -> RowMasks | None:
         return made_masks(self.caches, self.spans.counts, wholes=self.spans.wholes, **options)
@@ -110,7 +109,7 @@ class FlatLayer(_RowCaches):
         return mx.broadcast_to(self.offset, (3, *self.offset.shape)) if laid is None else laid
 
     def masks_for(self, mask: Any) -> Sequence[Mask] | None:
-        """Return the rows' masks for what the model passed to attention; None when no row needs one."""
+        """Return the rows' masks for what the model passed to attention; None if no row needs one."""
         if isinstance(mask, RowMasks):
             return mask.masks
         if self.cache_class.masks_chunks:
@@ -127,7 +126,7 @@ class FlatLayer(_RowCaches):
 
 
 class SplitLayer(_RowCaches):
-    """One layer's caches, split by the module that takes this."""
+    """One layer's caches, split by the module that takes this view."""
 
     __slots__ = ("flat", "is_used", "offset", "owner", "stacked", "start_position")
     lengths = None
@@ -138,7 +137,7 @@ class SplitLayer(_RowCaches):
         self.is_used = False
         """Whether a module was called with it, or with a part of it."""
         self.owner: SplitLayer | None = None
-        """Whose part it is."""
+        """The view that this is a part of."""
         self.stacked: Any = None
         """One cache with the states of the first `spans.single_count` rows, if they are stacked."""
         # Some bodies compute with a chunked cache's numbers, to make a mask that is not used.
@@ -146,7 +145,7 @@ class SplitLayer(_RowCaches):
         self.start_position = 0
 
     def __getitem__(self, index: int) -> SplitLayer:
-        """Return the view of one part, where this stands for a CacheList as a whole."""
+        """Return the view of one part, if this stands for a whole CacheList."""
         if not is_list(self.caches[0]):
             raise NotSplittable("a state is read outside of the module that takes it")
         part = SplitLayer(
@@ -193,7 +192,7 @@ View = FlatLayer | SplitLayer | ListLayer
 
 
 def view_of(caches: Sequence[Any], spans: Spans, split: CacheSplit) -> View:
-    """Return the view of one layer: `caches` are the rows' in the order of the spans."""
+    """Return the view of one layer; `caches` are the rows' in the order of the spans."""
     if split.parts:
         columns = zip(*(cache.caches for cache in caches), strict=True)
         return ListLayer([view_of(c, spans, w) for c, w in zip(columns, split.parts, strict=True)])
@@ -203,7 +202,7 @@ def view_of(caches: Sequence[Any], spans: Spans, split: CacheSplit) -> View:
 
 
 def leaf_views(views: Sequence[View]) -> list[FlatLayer | SplitLayer]:
-    """Return the views that are no lists, in the order of the caches' leaves."""
+    """Return the views that are not lists, in the order of the caches' leaves."""
     by_leaf: list[FlatLayer | SplitLayer] = []
     for view in views:
         by_leaf += leaf_views(view.caches) if isinstance(view, ListLayer) else [view]
@@ -211,14 +210,14 @@ def leaf_views(views: Sequence[View]) -> list[FlatLayer | SplitLayer]:
 
 
 def was_used(view: View) -> bool:
-    """Whether the pass reached the layer that a view is of."""
+    """Whether the pass reached the view's layer."""
     if isinstance(view, ListLayer):
         return any(was_used(part) for part in view.caches)
     return view.handed is not None if isinstance(view, FlatLayer) else view.is_used
 
 
 def check_used(views: Sequence[View]) -> None:
-    """Raise NotSplittable when keys went into a layer and attention never asked for them."""
+    """Raise NotSplittable if keys went into a layer and attention never asked for them."""
     for view in leaf_views(views):
         flat = view if isinstance(view, FlatLayer) else view.flat
         if flat is not None and flat.handed is not None and flat.fetched is None:
@@ -228,7 +227,7 @@ def check_used(views: Sequence[View]) -> None:
 def attend(
     layer: FlatLayer, queries: Any, keys: Any, values: Any, *, scale: float, mask: Any, sinks: Any
 ) -> mx.array:
-    """Return [tokens, heads, 1, size]. A pass's first call updates the caches, later ones share its KV."""
+    """Return [tokens, heads, 1, size]. A pass's first call updates the caches; later ones share its KV."""
     if layer.handed is None or values is not layer.handed[1]:
         raise NotSplittable("attention got other values than those that went into the cache")
     masks = layer.masks_for(mask)
@@ -251,7 +250,7 @@ def _attend_pages(
     masks: Sequence[Mask] | None,
     call: AttentionCall,
 ) -> mx.array:
-    """Return [tokens, heads, 1, head size]. A pass's first call writes keys and values, later ones share
+    """Return [tokens, heads, 1, head size]. A pass's first call writes keys and values; later ones share
     them."""
     attention, pool, places = paged.group.attention, paged.group.pool, paged.places
     is_first, layer.fetched = layer.fetched is None, []
@@ -276,8 +275,8 @@ def _attend_pages(
 
 
 def _together(spans: Spans, masks: Sequence[Mask] | None, *, takes_chunks: bool) -> tuple[int, int]:
-    """Return how many rows, the first ones, have no mask of their own and bring few tokens, unless attention
-    takes chunks as well; and how many tokens these are."""
+    """Return how many of the first rows attend in one launch, and their token count: rows without a mask of
+    their own and with few tokens, or with any number if attention takes chunks."""
     if masks is not None and any(isinstance(mask, mx.array) for mask in masks):
         return 0, 0
     count = len(spans.counts)
@@ -300,9 +299,9 @@ def _updated(layer: FlatLayer, keys: mx.array, values: mx.array) -> list[tuple[A
 def _by_row(
     layer: FlatLayer, queries: mx.array, masks: Sequence[Mask] | None, *, scale: float, sinks: mx.array | None
 ) -> list[mx.array]:
-    """Return what each row's tokens give, [tokens, heads, 1, size].
+    """Return each row's output, [tokens, heads, 1, size].
 
-    Raises ValueError where quantized KV meets sinks.
+    Raises ValueError if quantized KV meets sinks.
     """
     assert layer.fetched is not None
     cache, outputs = layer.caches[0], []

@@ -1,7 +1,7 @@
-"""Masks of the rows of a pass: what each row's own cache says to what the model's body asked of all.
+"""Masks of the rows of a pass: each row's own cache answers what the model's body asked for all rows.
 
-A model makes its mask from one layer's cache and hands it to every layer of that kind, so the masks of all
-rows are made when the body asks, before any cache is updated, and travel through the model as one object.
+A model makes its mask from one layer's cache and passes it to every layer of that kind. So the masks of all
+rows are made when the body asks, before any cache is updated, and go through the model as one object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RowMasks:
 def made_masks(
     caches: Sequence[Any], counts: Sequence[int], *, wholes: Sequence[Sequence[Features]] = (), **options: Any
 ) -> RowMasks | None:
-    """Return what the rows' caches answer to `make_mask(count, **options)`; None when no row needs a mask."""
+    """Return the rows' answers to `make_mask(count, **options)`; None if no row needs a mask."""
     masks = [_mask(cache, count, options) for cache, count in zip(caches, counts, strict=True)]
     for number, row in enumerate(wholes):
         if row and counts[number] > 1:
@@ -40,7 +40,7 @@ def made_masks(
 
 
 def _widened(mask: mx.array, count: int, wholes: Sequence[Features]) -> mx.array:
-    """Return a mask, [tokens, keys], whose last keys are those tokens', with what is seen besides."""
+    """Let tokens also see their whole image in a mask, [tokens, keys], whose last keys are these tokens'."""
     first = mask.shape[-1] - count
     for whole in wholes:
         assert whole.seen_from is not None, "Only images that are seen whole widen a mask"
@@ -56,7 +56,7 @@ def _mask(cache: Any, count: int, options: dict[str, Any]) -> Mask:
 
 
 def default_masks(caches: Sequence[Any], counts: Sequence[int], *, as_array: bool) -> list[Mask]:
-    """Return the masks of rows whose model made none, seeing only one token at a time."""
+    """Return masks of rows for which the model, which sees only one token at a time, made none."""
     return [
         _plain_mask(cache, count, return_array=as_array and count > 1)
         if hasattr(cache, "update_and_fetch")
@@ -70,7 +70,7 @@ def _plain_mask(cache: Any, count: int, **options: Any) -> Mask:
 
 
 def chunked_masks(caches: Sequence[Any], counts: Sequence[int]) -> list[Mask]:
-    """Return the masks of caches of chunks: a token sees those before it in its own chunk of the context."""
+    """Return masks for chunked caches: a token sees earlier tokens in its own chunk of the context."""
     return [_chunked_mask(cache, count) for cache, count in zip(caches, counts, strict=True)]
 
 

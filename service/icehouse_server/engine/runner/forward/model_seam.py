@@ -1,13 +1,13 @@
-"""Seam in mlx-lm's models: the one place that changes what they do, for caches of a forward pass only.
+"""Seam in mlx-lm's models: the only place that changes what they do, and only for caches of a forward pass.
 
-Six changes, each made once and each falling through to upstream for any cache that is not a view of
-`layer_view`, so that ordinary use of the same model in the same process goes on as before:
+There are six changes, each made once. Each falls through to upstream for any cache that is not a view of
+`layer_view`, so the same model still works as usual in the same process:
 - `scaled_dot_product_attention`, which models import by name from `mlx_lm.models.base`, in their modules;
 - `__call__` of modules that take a cache, by a subclass that replaces the instance's class;
 - `__call__` of the trunk, the module whose hidden states the head reads, likewise;
-- `__call__` of the embedding, where images replace tokens, likewise;
-- `__call__` of the first layers, where a tower gives something for each of them (DeepStack), likewise;
-- `__call__` of every layer, where a chunk goes through some of them at a time (`LayerWindow`), likewise.
+- `__call__` of the embedding, if images replace tokens, likewise;
+- `__call__` of the first layers, if a tower makes vectors for each of them (DeepStack), likewise;
+- `__call__` of every layer, if a chunk goes through some of them at a time (`LayerWindow`), likewise.
 
 mlx-vlm's models are built alike, around a function of the same name and arguments.
 """
@@ -29,7 +29,7 @@ from icehouse_server.engine.runner.forward.row import Features
 from icehouse_server.engine.runner.forward.splits import NotSplittable
 
 Call = Callable[..., Any]
-"""What a module does when it is called, without what is changed here."""
+"""What a module does when called, without the changes made here."""
 _NAME = "scaled_dot_product_attention"
 _BASES = ("mlx_lm.models.base", "mlx_vlm.models.base")
 _BODIES = ("model", "transformer", "backbone")
@@ -38,7 +38,7 @@ _EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embe
 
 @functools.cache
 def attention_over(upstream: Callable[..., Any]) -> Callable[..., mx.array]:
-    """Return what attends row by row where the cache is a view of ours, else as upstream does."""
+    """Return an attention that works row by row if the cache is one of our views, and else calls upstream."""
 
     def attention(
         queries: Any,
@@ -63,12 +63,12 @@ def attention_over(upstream: Callable[..., Any]) -> Callable[..., mx.array]:
 
 
 def modules_of(module: Any) -> list[Any]:
-    """Return a module and all inside it."""
+    """Return a module and all modules inside it."""
     return [inner for _, inner in module.named_modules()]
 
 
 def patch_attention(model: Any) -> None:
-    """Replace upstream's `attention` in every Python module that the model's classes are from."""
+    """Replace upstream's attention in every Python module that defines a class of the model."""
     names = {base.__module__ for module in modules_of(model) for base in type(module).__mro__}
     for name in names:
         namespace = sys.modules.get(name)
@@ -78,18 +78,18 @@ def patch_attention(model: Any) -> None:
 
 
 class Trunk:
-    """The module whose hidden states the model's head reads: only those at `indices`, while that is set.
+    """The module whose hidden states the model's head reads; with `indices` set, it reads only those.
 
-    mlx-lm's models are a body that is called with tokens and caches, and a head behind it, with whatever
-    scaling and capping the architecture has. The body is cut off here, so the head is the model's own.
+    mlx-lm's models are a body, called with tokens and caches, and then a head with any scaling and capping of
+    the architecture. Only the body's output is intercepted, so the head is the model's own.
     """
 
     def __init__(self, model: Any) -> None:
-        """Raises LookupError where a model is not built so."""
+        """Raises LookupError if a model is not built this way."""
         whole = getattr(model, "language_model", model)
         body = _body_of(whole)
         if body is None and whole is not model:
-            # Of mlx-vlm some are body and head in one: the head reads what the last norm gives.
+            # Some of mlx-vlm's are body and head in one: their head reads the last norm's output.
             body = getattr(whole, "norm", None)
         elif body is not None and not _takes_cache(body):
             body = None
@@ -104,7 +104,7 @@ class Trunk:
         become(body, "trunk", self._through)
 
     def _through(self, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Store the hidden states, and return what the head is to read."""
+        """Store the hidden states, and return those that the head should read."""
         output = call(*args, **kwargs)
         if not self.is_on:
             return output
@@ -115,10 +115,10 @@ class Trunk:
 
 
 class Embedding:
-    """The module that makes vectors of token ids; while `features` are set, they replace some of these."""
+    """The module that embeds token ids; `features` replace some of its vectors while they are set."""
 
     def __init__(self, model: Any) -> None:
-        """Raises LookupError where a model is not built so."""
+        """Raises LookupError if a model is not built this way."""
         whole = getattr(model, "language_model", model)
         owners = [module for module in (_body_of(whole), whole) if module is not None]
         modules = [m for owner in owners for name in _EMBEDDINGS if (m := getattr(owner, name, None))]
@@ -140,8 +140,8 @@ class Embedding:
         return self._changed(output, lambda flat, each: each.vectors[:, :width].astype(flat.dtype))
 
     def _add(self, number: int, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Return a layer's output with the features' parts for it added: vectors may be longer than the
-        width; what is behind it is for the first layer, then for the second one."""
+        """Return a layer's output plus the features' part for it. Vectors may be longer than the width: what
+        follows is for the first layer, then for the second."""
         output = call(*args, **kwargs)
         if not self.features:
             return output
@@ -165,13 +165,13 @@ def _body_of(whole: Any) -> Any:
 
 
 class LayerWindow:
-    """Lets a model's call run some of its layers: the others return what they are given.
+    """Lets a model's call run only some of its layers: the others return their input.
 
-    What comes before the first of them and after the last one is built and never computed.
+    What comes before the first and after the last of them is built but never computed.
     """
 
     def __init__(self, model: Any) -> None:
-        """Raises NotSplittable where one layer is used twice."""
+        """Raises NotSplittable if a layer is used twice."""
         layers = list(model.layers)
         if len({id(layer) for layer in layers}) < len(layers):
             raise NotSplittable("a layer comes twice")
@@ -184,8 +184,8 @@ class LayerWindow:
             become(layer, "window", functools.partial(self._through, number))
 
     def run(self, call: Callable[[], Any], *, first: int, last: int, hidden: mx.array | None) -> mx.array:
-        """Call the model with layers [first, last), the first of which is given `hidden`; return what the
-        last one gives."""
+        """Call the model with layers [first, last), the first of which gets `hidden`; return the last one's
+        output."""
         assert 0 <= first < last <= self.count, (first, last, self.count)
         self._first, self._last, self._given = first, last, hidden
         self._is_open = True
@@ -199,7 +199,7 @@ class LayerWindow:
         return output
 
     def _through(self, number: int, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Return what a layer gives, which is called with hidden states first."""
+        """Return the output of a layer, whose first argument must be the hidden states."""
         if not self._is_open:
             return call(*args, **kwargs)
         if not args or not isinstance(args[0], mx.array):
@@ -216,13 +216,13 @@ class LayerWindow:
 
 
 def picked(output: mx.array, indices: mx.array) -> mx.array:
-    """Return what belongs to some tokens of [tokens, 1, width] or [1, tokens, width]."""
+    """Return the entries of some tokens in [tokens, 1, width] or [1, tokens, width]."""
     return mx.take(output, indices, axis=1 if output.shape[1] > 1 else 0)
 
 
 def open_doors(model: Any) -> None:
     """Let the modules that take a layer's cache split the rows: those inside the layers (attention, mixer,
-    convolution), or a layer itself that has none. Done once for a model."""
+    convolution), or the layer itself if it has none. Done once per model."""
     for module in _cache_takers(model):
         kind: Any = type(module)
         become(module, "split", functools.partial(_split, _parameters_of(kind)))
@@ -246,7 +246,7 @@ def _takes_cache(module: Any) -> bool:
 
 @functools.cache
 def _parameters_of(kind: Any) -> tuple[str, ...]:
-    """Return what the modules of a class are called with, by name."""
+    """Return the parameter names of a class's `__call__`."""
     try:
         return tuple(inspect.signature(kind.__call__).parameters)[1:]
     except (TypeError, ValueError):
@@ -254,8 +254,8 @@ def _parameters_of(kind: Any) -> tuple[str, ...]:
 
 
 def become(module: Any, purpose: str, handle: Callable[..., Any]) -> None:
-    """Have an instance's calls handled: its class becomes a subclass whose `__call__` returns
-    `handle(call, *args, **kwargs)`, where `call` does what the instance did before."""
+    """Handle an instance's calls: its class becomes a subclass whose `__call__` returns `handle(call, *args,
+    **kwargs)`, where `call` does what the instance did before."""
     object.__setattr__(module, f"_forward_{purpose}", handle)
     kind: Any = type(module)
     if purpose not in getattr(kind, "_forward_purposes", ()):
@@ -308,9 +308,9 @@ def _split(names: Sequence[str], call: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def _part(value: Any, start: int, stop: int, total: int, is_row: bool) -> Any:
-    """Return what belongs to tokens [start, stop) of an argument that has one entry for each token."""
+    """Return the part for tokens [start, stop) of an argument that has one entry per token."""
     if isinstance(value, mx.array) and value.shape == (total,) and mx.issubdtype(value.dtype, mx.integer):
-        return value[start : start + 1] if is_row else value[start:stop]  # positions: where it begins
+        return value[start : start + 1] if is_row else value[start:stop]  # positions: the first one
     if not isinstance(value, mx.array) or value.ndim < 2 or value.shape[:2] != (total, 1):
         return value
     cut = value if (start, stop) == (0, total) else value[start:stop]

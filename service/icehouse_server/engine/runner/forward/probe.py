@@ -1,8 +1,8 @@
-"""Probe of a model: the best split of its rows, found by running them together and alone and comparing.
+"""Probe of a model: finds the best split of its rows by running them together and alone and comparing.
 
-A few short rows take passes of chunks, single tokens and windows of guesses beside each other; each is also
-run by itself through the model's own call. The best split whose outputs agree is taken. How far outputs may
-differ is measured on the model, by running the same tokens in chunks and one by one.
+A few short rows take passes of chunks, single tokens and windows of guesses side by side; each is also run
+alone through the model's own call. The best split whose outputs agree is chosen. How far outputs may differ
+is measured on the model, by running the same tokens in chunks and one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("icehouse.engine")
 
 JoinSteps = Callable[[Any], Generator[None, None, JoinedLayers]]
 Schedule = Sequence[Sequence[int]]
-"""For each pass, how many tokens each of the rows brings; 0 where a row is not in it."""
+"""For each pass, how many tokens each row adds; 0 for a row that is not in it."""
 
 _SCHEDULE: Final[Schedule] = ((5, 3, 0), (1, 6, 2), (1, 1, 1), (1, 3, 1), (1, 1, 1))
 _LEAST_TOLERANCE: Final = 1e-3
@@ -47,10 +47,10 @@ def examine_steps(
 
     Yields between passes, so that other models can run theirs.
 
-    `make_caches` makes the caches that rows will have, if they are others than the model's own; `schedule`
-    is for tests, whose windows are short. `goes_layered`: find out as well whether chunks may go through the
-    layers a few in each pass, which no device that runs ahead has any use for. `join`: join layers of the
-    model, where it then gives what it gave before.
+    `make_caches` makes the caches that rows will have, if these are not the model's own. `schedule` is for
+    tests, whose windows are short. `goes_layered`: also find out whether chunks may go through a few layers
+    in each pass, which is of no use to a device that runs ahead. `join`: join layers of the model, if its
+    outputs then stay the same.
     """
     make = make_caches or functools.partial(cache_classes.make_caches, model)
     reference = yield from _Reference.steps(model, make, schedule)
@@ -78,13 +78,13 @@ def examine_steps(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Reference:
-    """What the rows give by themselves, and how far that moves when the same tokens are run otherwise."""
+    """What the rows give alone, and how far that changes when the same tokens are run in another way."""
 
     schedule: Schedule
     logits: list[list[mx.array]]
-    """For each pass and row in it, [tokens, vocabulary]."""
+    """For each pass and each row in it, [tokens, vocabulary]."""
     facts: list[list[tuple[Any, ...]]]
-    """After each pass, what each row's caches say of themselves."""
+    """After each pass, each row's caches as `_facts_of` describes them."""
     tolerance: float
 
     @classmethod
@@ -126,7 +126,7 @@ class _Reference:
 def _join(
     model: Any, join: JoinSteps, make: Callable[[], list[Any]], reference: _Reference
 ) -> Generator[None, None, bool]:
-    """Join layers, and separate them again where the model gives something else then; return which it is."""
+    """Join layers, and separate them again if the model's outputs change; return whether they stay joined."""
     joined = yield from join(model)
     after = yield from _Reference.steps(model, make, reference.schedule)
     both = zip(itertools.chain(*after.logits), itertools.chain(*reference.logits), strict=True)
@@ -143,7 +143,7 @@ def _join(
 def _try(
     model: Any, facts: PassFacts, make: Callable[[], list[Any]], reference: _Reference
 ) -> Generator[None, None, str]:
-    """Run the schedule with this split; return what is wrong with it, nothing if all is well."""
+    """Run the schedule with this split; return what is wrong with it, "" if nothing is."""
     try:
         forward = ForwardPass(model, facts)
         rows = [Row(make()) for _ in reference.schedule[0]]
@@ -162,7 +162,7 @@ def _try(
                 output = forward.run(mx.array(ids), shares)
                 mx.eval(output.arrays)
                 assert output.logits is not None
-                # Of rows that are in this pass, as the reference has them.
+                # Rows in this pass, in the order that the reference has them.
                 here = [i for i, count in enumerate(counts) if count]
                 for (first, last), i in zip(output.logit_spans, flat, strict=True):
                     moved = _distance(output.logits[first:last], reference.logits[number][here.index(i)])
@@ -174,7 +174,7 @@ def _try(
                 yield
             if [_facts_of(row.caches) for row in rows] != reference.facts[number]:
                 return "caches hold something else than a row's alone"
-    except Exception as error:  # whatever a model makes of caches that are not what it knows
+    except Exception as error:  # whatever a model makes of caches that it does not know
         text = " ".join(str(error).split())
         return text if isinstance(error, NotSplittable) else f"{type(error).__name__}: {text[:160]}"
     return ""
@@ -183,7 +183,7 @@ def _try(
 def _begun_chunk(
     forward: ForwardPass, row: Row, token_ids: Sequence[int]
 ) -> Generator[None, None, LayeredChunk]:
-    """Return a chunk that is through some layers, behind one that was dropped there."""
+    """Return a chunk that is through some layers, after dropping one at the same point."""
     for _ in range(2):
         chunk = forward.begin_layers(row, token_ids)
         for last in (1, forward.facts.layer_count // 2):
@@ -196,7 +196,7 @@ def _begun_chunk(
 def _layer_count(
     model: Any, facts: PassFacts, make: Callable[[], list[Any]], reference: _Reference
 ) -> Generator[None, None, int]:
-    """Return through how many layers a chunk may go a few at a time; 0 where they run together."""
+    """Return through how many layers a chunk may go a few at a time; 0 if all must run together."""
     count = len(model.layers)
     if count < 2:
         return 0
@@ -207,19 +207,19 @@ def _layer_count(
 
 
 def _facts_of(caches: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what is known of caches without reading arrays: offsets, and which arrays there are."""
+    """Return what can be known of caches without reading arrays: offsets, and which arrays there are."""
     return tuple(
         (type(leaf).__name__, getattr(leaf, "offset", None), leaf.empty()) for leaf in leaves(caches)
     )
 
 
 def _tokens(row: int, start: int, count: int) -> list[int]:
-    """Return tokens of a row from a position on; small ids, which every vocabulary has."""
+    """Return tokens of a row from a position on: small ids, which every vocabulary has."""
     return [3 + (7 * at + 11 * row + at * at) % 40 for at in range(start, start + count)]
 
 
 def _distance(ours: mx.array, alone: mx.array) -> float:
-    """Return the largest difference of a token's outputs, as a part of their size; infinities must agree."""
+    """Return a token's largest difference of outputs, relative to their size; infinities must agree."""
     ours, alone = ours.astype(mx.float32), alone.astype(mx.float32)
     if ours.shape != alone.shape:
         return float("inf")
@@ -235,7 +235,7 @@ def _finite(array: mx.array) -> mx.array:
 
 
 def _hidden_size(model: Any, make: Callable[[], list[Any]], reference: _Reference) -> int:
-    """Return the width of the hidden states; 0 without them, or where the head must read all."""
+    """Return the width of the hidden states; 0 if there are none, or if the head must read all of them."""
     count = reference.schedule[0][0]
     try:
         trunk = Trunk(model)
@@ -249,7 +249,7 @@ def _hidden_size(model: Any, make: Callable[[], list[Any]], reference: _Referenc
         if hidden is None or hidden.shape[:2] != (1, count) or not moved <= reference.tolerance:
             return 0
         return int(hidden.shape[-1])
-    except Exception as error:  # whatever a head does that is not called as most are
+    except Exception as error:  # whatever a head does that is called in an unusual way
         _log.info("head_reads_all", extra={"detail": f"{type(error).__name__}: {str(error)[:160]}"})
         return 0
     finally:

@@ -1,9 +1,9 @@
-"""Replays of decode passes: the graph of a pass is traced once and then made anew without Python.
+"""Replays of decode passes: the graph of a pass is traced once and then rebuilt without Python.
 
 Building a pass of 64 rows takes the host as long as MLX takes to give it to a GPU (7.9 of 14.9 ms, H100, 36
-layers). Decode passes of as many rows are the same graph over other numbers: tokens, positions, and where the
-KV lies. `mx.compile` keeps that graph; what is Python's in it (views, counts, the choice of a launch) is done
-once. Only where all KV is in pages whose backend takes their places as an array. Inference thread only.
+layers). Decode passes with equally many rows are one graph over different numbers: tokens, positions, and
+where the KV is. `mx.compile` keeps that graph; the work in Python (views, counts, the choice of a launch) is
+done once. Only if all KV is in pages whose backend takes their places as an array. Inference thread only.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from icehouse_server.engine.runner.forward.row_spans import Spans
 _log = logging.getLogger("icehouse.engine")
 
 _TRACE_LIMIT: Final = 128
-"""Graphs that are kept. One of 36 layers holds about 1,300 nodes and no numbers."""
+"""Graphs that are kept. One of 36 layers has about 1,300 nodes and holds no numbers."""
 TRACED_WHEN_SEEN: Final = 2
-"""Times. Tracing takes as long as building twice, and many a pass never comes again."""
+"""A kind of pass is traced when seen this often: tracing costs two builds, and many never recur."""
 _SEEN_LIMIT: Final = 1024
 _TOLERANCE: Final = 0.02
-"""Of the largest logit: operations that are joined round less often."""
+"""Relative to the largest logit, since fused operations round less often."""
 _PROOF_COUNT: Final = 2
-"""Passes that were replayed and built, and gave the same."""
+"""How many passes are both replayed and built, to see that they give the same."""
 
 Build = Callable[[mx.array, Spans, Sequence[TokenPlaces]], mx.array]
-"""Build a decode pass of tokens, [rows], and return its logits, [rows, vocabulary]."""
+"""Builds a decode pass of tokens, [rows], and returns its logits, [rows, vocabulary]."""
 _Traced = Callable[..., list[mx.array]]
 
 
 class Replays:
-    """Traces of one module tree's decode passes. The first are built as well, which proves them here."""
+    """Traces of one module tree's decode passes. The first ones are also built, which proves them here."""
 
     def __init__(self, groups: Sequence[PageGroup], build: Build) -> None:
-        """All of the model's KV lies in these groups."""
+        """All of the model's KV is in these groups."""
         self._groups = groups
         self._attentions = [g.attention for g in groups if isinstance(g.attention, ReplayedAttention)]
         self._build = build
@@ -60,7 +60,7 @@ class Replays:
 
     @property
     def is_proved(self) -> bool:
-        """Whether replayed passes have been compared with built ones, and are used."""
+        """Whether replayed passes were compared with built ones, and are in use."""
         return self.is_usable and not self._proofs_left
 
     def takes(self, shares: Sequence[Share]) -> bool:
@@ -74,7 +74,7 @@ class Replays:
         )
 
     def run(self, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]) -> mx.array:
-        """Return the logits of a pass, [rows, vocabulary], replayed where its graph is known."""
+        """Return the logits of a pass, [rows, vocabulary], replayed if its graph is known."""
         launches = tuple(
             attention.launch_of(own, group.window)
             for attention, group, own in zip(self._attentions, self._groups, places, strict=True)
@@ -92,7 +92,7 @@ class Replays:
                 pool.order = order
             if self._proofs_left:
                 self._prove(logits, token_ids, spans, places)
-        except Exception as error:  # whatever a model does with numbers that are not there yet
+        except Exception as error:  # whatever a model does with numbers that do not exist yet
             for pool, order in zip(pools, before, strict=True):
                 pool.order = order
             self._give_up(f"{type(error).__name__}: {error}")
@@ -108,10 +108,10 @@ class Replays:
         self._pools = []
 
     def _find(self, key: Hashable) -> _Traced | None:
-        """Return the graph of such passes; None where it is not worth one yet."""
+        """Return the graph of such passes; None if it is not worth tracing yet."""
         arrays = [group.pool.array for group in self._groups]
         if not all(a is b for a, b in zip(arrays, self._pools, strict=False)) or not self._pools:
-            self._traced.clear()  # a pool that has grown is another array
+            self._traced.clear()  # a pool that grew has another array
             self._pools = arrays
         if (known := self._traced.get(key)) is not None:
             self._traced.move_to_end(key)
@@ -128,7 +128,7 @@ class Replays:
         return made
 
     def _trace(self, token_ids: mx.array, positions: mx.array, *arrays: mx.array) -> list[mx.array]:
-        """Build a pass of arrays that stand for those of any: called by MLX, once for each graph."""
+        """Build a pass on arrays that stand for any pass's: called by MLX, once per graph."""
         assert self._tracing is not None, "A graph is traced only for the pass that needs it"
         spans, places = self._tracing
         count = len(self._groups)
@@ -139,7 +139,7 @@ class Replays:
         pools = [group.pool for group in self._groups]
         for pool, order in zip(pools, arrays[count:], strict=True):
             pool.order = order
-        EARLY_START.end()  # nothing of a trace can be computed
+        EARLY_START.end()  # a trace cannot be computed
         stand_ins = dataclasses.replace(spans, positions=positions, shared={}, is_traced=True)
         logits = self._build(token_ids, stand_ins, own)
         return [logits, *(pool.order for pool in pools)]
@@ -147,8 +147,8 @@ class Replays:
     def _prove(
         self, logits: mx.array, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]
     ) -> None:
-        """Build the pass as well and compare; what both write to the pages is the same. Raises ValueError
-        where the logits are not."""
+        """Build the pass, too, and compare; both write the same to the pages. Raises ValueError if the logits
+        differ."""
         built = self._build(token_ids, spans, places)
         highest, apart = (_largest(array) for array in (built, built - logits))
         if not apart <= _TOLERANCE * highest:

@@ -1,8 +1,8 @@
 """Row of a forward pass: one sequence's caches, how many tokens they hold, and how tokens are taken back.
 
-Inference thread only. A row's caches are mlx-lm's own, one sequence each and unpadded, or lie in pages, so
-whatever cuts, stores and rebuilds caches reads them as they are. Rows that decode together may have their
-states stacked in a `StateGroup`; reading `Row.caches` puts this row's slice back first.
+Inference thread only. A row's caches are mlx-lm's own, one sequence each and unpadded, or are in pages. So
+code that cuts, stores and rebuilds caches reads them as they are. Rows that decode together may have their
+states stacked in a `StateGroup`; reading `Row.caches` first puts this row's slice back.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Row:
     __slots__ = ("_caches", "_mark", "group", "rope_positions", "table")
 
     def __init__(self, caches: Sequence[Cache], *, token_count: int = 0) -> None:
-        """`caches` are fresh, or hold `token_count` tokens; they belong to the row now."""
+        """`caches` are fresh, or hold `token_count` tokens; they now belong to the row."""
         self._caches = list(caches)
         self.rope_positions: RopePositions | None = None
-        """Of its tokens, where they are not those in the sequence."""
+        """Of its tokens, if these differ from their positions in the sequence."""
         self.table = table_of(caches)
-        """Where what is paged of it lies."""
+        """Where its paged part is."""
         self.token_count = token_count
         self.group: StateGroup | None = None
         self._mark: _Mark | None = None
 
     @property
     def token_count(self) -> int:
-        """Tokens that the caches hold."""
+        """How many tokens the caches hold."""
         return self.table.token_count
 
     @token_count.setter
@@ -47,44 +47,44 @@ class Row:
 
     @property
     def caches(self) -> list[Cache]:
-        """The caches with everything of this row in them, to be read or copied, not to be written."""
+        """The caches with everything of this row in them, for reading or copying, not for writing."""
         if self.group is not None:
             self.group.put_back(self)
         return self._caches
 
     @property
     def raw_caches(self) -> list[Cache]:
-        """The cache objects; states that are stacked in a group may be missing in them."""
+        """The cache objects; states that are stacked in a group may be missing from them."""
         return self._caches
 
     def make_room(self, count: int) -> None:
-        """Allocate pages for `count` more tokens, where KV is in pages."""
+        """Allocate pages for `count` more tokens, if KV is in pages."""
         self.table.make_room(self.token_count + count)
 
     def leave_group(self) -> None:
-        """Have everything of this row in its caches, and nowhere else."""
+        """Move everything of this row into its own caches."""
         if self.group is not None:
             self.group.leave(self)
         assert self.group is None, self.group
 
     def take_over(self, caches: Sequence[Cache], *, count: int) -> None:
-        """Go on with caches that were forked from its own and hold `count` tokens more."""
+        """Continue with caches that were forked from its own and hold `count` more tokens."""
         assert self.group is None, "Only a row by itself has its own caches"
         self._caches = list(caches)
         self.token_count += count
         self.forget_mark()
 
     def mark(self, fed_count: int) -> None:
-        """Remember where states stand before a pass feeds `fed_count` tokens, so that they can go back."""
+        """Remember states before a pass feeds `fed_count` tokens, so that they can be rolled back."""
         states = [leaf for leaf in leaves(self._caches) if class_of(leaf).is_state]
         self._mark = _Mark(fed_count, cache_classes.mark(states))
 
     def take_back(self, count: int) -> int:
-        """Take the last `count` tokens of the latest pass back; return how many of it must be fed again.
+        """Take back the latest pass's last `count` tokens; return how many of its tokens must be fed again.
 
-        That is 0 for attention. A state that is not attention is known only where the pass began, so a
-        row that has one goes back there, and the tokens of the pass that were right are fed once more.
-        Needs `Share.may_be_taken_back` in that pass, and that it fed more than `count` tokens.
+        That is 0 for attention. A state that is not attention is known only where the pass began. A row that
+        has one goes back there, and the pass's right tokens are fed again. Needs `Share.may_be_taken_back` in
+        that pass, which fed more than `count` tokens.
         """
         mark, self._mark = self._mark, None
         assert mark is not None, "The row's latest pass was not one from which tokens may be taken back"
@@ -106,10 +106,10 @@ class Row:
 
 
 class StateGroup:
-    """Rows whose states that are not attention are stacked, so that a layer runs all of them together.
+    """Rows whose non-attention states are stacked, so that a layer runs all of them together.
 
-    It lasts from pass to pass while the same rows decode, so that nothing is copied meanwhile. The rows' own
-    caches hold what was put back last, or what they came with.
+    It lasts from pass to pass while the same rows decode, so nothing is copied in between. The rows' own
+    caches hold what was last put back, or what they came with.
     """
 
     def __init__(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ class StateGroup:
         )
 
     def put_back(self, row: Row) -> None:
-        """Put a row's slice of the stacked states into its caches, lazily; it stays in the group."""
+        """Put a row's slice of the stacked states into its caches, lazily; the row stays in the group."""
         number = self._number[id(row)]
         for index, state in zip(self._indices, self._states_of(row), strict=True):
             state.cache = [array[number : number + 1] for array in self.stacked[index].cache]
@@ -151,7 +151,7 @@ class StateGroup:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What a pass must evaluate, lest its graph grow with the next one."""
+        """What each pass must evaluate, or its graph would grow with the next pass."""
         return [array for state in self.stacked.values() for array in state.cache if array is not None]
 
     def _states_of(self, row: Row) -> list[Any]:
@@ -160,49 +160,48 @@ class StateGroup:
 
 
 class LayeredChunk:
-    """Prompt tokens of one row that go through some layers in one pass and through the next ones in the pass
-    after it ("layered prefill", arXiv:2510.08055).
+    """Prompt tokens of one row that go through some layers in one pass and through the next ones in the next
+    pass ("layered prefill", arXiv:2510.08055).
 
-    A short chunk through all layers reads all that its prompt holds for a few tokens; the same time, spent on
-    one or two layers, takes many tokens through them. Until the last layer the row stays what it was: layers
-    write into caches forked from the row's, which replace them at the end. A chunk that is dropped before
-    that leaves no trace.
+    A short chunk through all layers reads all the KV of its prompt for a few tokens. In the same time, many
+    tokens get through one or two layers. Until the last layer, the row stays unchanged: layers write into
+    forks of its caches, which replace them at the end. A chunk that is dropped before that leaves no trace.
     """
 
     def __init__(self, row: Row, token_ids: Sequence[int]) -> None:
-        """At least two tokens: of one, some caches are written in place, the row's own among them."""
+        """At least two tokens: a single one would be written in place, into some of the row's own caches."""
         assert len(token_ids) >= 2, "A chunk of one token goes through all layers"
         self.row = row
         self.token_ids = token_ids
         self.layer = 0
-        """The next one."""
+        """The next layer to run."""
         self.hidden: mx.array | None = None
-        """[tokens, 1, width], what the next layer is given; none before the first one."""
+        """[tokens, 1, width], the input of the next layer; None before the first one."""
         self.forks = _forked(row.raw_caches)
         self.written: set[int] = set()
-        """Indices of the caches whose layers ran."""
+        """Indices of the caches whose layers have run."""
         self._begin = row.token_count
 
     @property
     def caches(self) -> list[Cache]:
-        """What the model is given: for layers that ran, forks that hold as much as those of the others. Masks
-        are made of them, nothing is written."""
+        """The caches to give the model: those of layers that have run hold as much as the others. Masks are
+        made from them, and nothing is written to them."""
         caches = list(self.forks)
         for index in self.written:
             (caches[index],) = _forked([self.row.raw_caches[index]])
         return caches
 
     def end(self) -> None:
-        """Make the caches the row's, after the last layer."""
+        """Give the caches to the row, after the last layer."""
         assert self.row.token_count == self._begin, "The row went on while a chunk was in progress"
         self.row.take_over(self.forks, count=len(self.token_ids))
 
 
 def _forked(caches: Sequence[Cache]) -> list[Cache]:
-    """Return caches that go on from where these stand, while these stay as they are.
+    """Return caches that continue from these, while these stay as they are.
 
-    Nothing is copied: of several tokens that are fed at once, what is written into shared arrays lies behind
-    the last token, and all else is put in new ones. These must not be fed until the forks are dropped.
+    Nothing is copied. If several tokens are fed at once, what is written into shared arrays comes after the
+    last token, and all else goes into new arrays. The originals must not be fed until the forks are dropped.
     """
     return [_fork_of(cache) for cache in caches]
 
@@ -212,7 +211,7 @@ def _fork_of(cache: Cache) -> Cache:
     if is_list(cache):
         fork.caches = type(cache.caches)(_fork_of(part) for part in cache.caches)
         return fork
-    for name, value in getattr(cache, "__dict__", {}).items():  # those of pages have none: their table counts
+    for name, value in getattr(cache, "__dict__", {}).items():  # paged caches have none: their table counts
         if isinstance(value, list):  # the slots of a state
             setattr(fork, name, list(value))
     return fork
@@ -229,31 +228,31 @@ class Features:
     """Vectors that a vision tower made, for consecutive tokens of a share."""
 
     start: int
-    """Of the first of these tokens in the share."""
+    """Index in the share of the first of these tokens."""
     vectors: mx.array
-    """[tokens, width], or longer by a width for each of the first layers that has some of its own."""
+    """[tokens, width], or wider by one width for each of the first layers that gets vectors of its own."""
     seen_from: int | None = None
-    """Where in the share the image begins, before the share perhaps, of which each of these tokens sees all;
-    None where they see what is before each."""
+    """Where in the share the image begins, perhaps before the share, if these tokens see all of it; None if
+    each token sees only what is before it."""
 
     @property
     def end(self) -> int:
-        """Behind the last of these tokens in the share."""
+        """The stop of these tokens in the share."""
         return self.start + self.vectors.shape[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """What one row brings to one pass, and what it wants to know of it."""
+    """What one row adds to one pass, and what it wants from it."""
 
     row: Row
     token_count: int
-    """How many of the pass's tokens are this row's: they lie side by side, in the order of the shares."""
+    """How many of the pass's tokens are this row's: they are contiguous, in the order of the shares."""
     logit_count: int = 0
-    """Logits of the last so many of them: 0 of a chunk in the middle of a prompt, 1 where a token is drawn,
-    all of them where guesses are verified or a prompt is measured."""
+    """Logits of this many last tokens: 0 for a chunk in the middle of a prompt, 1 to draw a token, all to
+    verify guesses or to measure a prompt."""
     hidden_count: int = 0
-    """Hidden states of the last so many: what the model's head reads, for embeddings."""
+    """Hidden states of this many last tokens: the input of the model's head, for embeddings."""
     features: tuple[Features, ...] = ()
     """What replaces some of the tokens' own embeddings."""
     may_be_taken_back: bool = False

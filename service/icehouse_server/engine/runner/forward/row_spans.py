@@ -13,13 +13,12 @@ from icehouse_server.domain.request import text_positions
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
 
 SHORT_TOKEN_COUNT: Final = 64
-"""Of a row in one pass: so few attend in one launch with all others', where KV is in pages."""
+"""Tokens of a row in one pass: so few attend in one launch with all others', if KV is in pages."""
 
 
 @dataclasses.dataclass(slots=True)
 class Spans:
-    """The rows of one pass in the order in which their tokens lie: those of one token first, long chunks
-    last."""
+    """The rows of one pass in the order of their tokens: rows with one token first, long chunks last."""
 
     shares: tuple[Share, ...]
     rows: tuple[Row, ...]
@@ -27,24 +26,24 @@ class Spans:
     starts: tuple[int, ...]
     """Where each row's tokens begin in the pass."""
     order: tuple[int, ...] | None
-    """Indices of the shares in the caller's order, where it is another one."""
+    """Indices of the shares in the caller's order, if that differs."""
     single_count: int
-    """How many rows bring one token and have some in their caches already: these may be stacked."""
+    """How many rows add one token to caches that already hold some: these may be stacked."""
     token_count: int
     positions: mx.array
     """[tokens], each token's position in its own sequence."""
     rope_positions: mx.array | None = None
-    """[3, tokens], where some row has an image that is a grid to the model."""
+    """[3, tokens], if some row has an image that the model places on a grid."""
     wholes: tuple[tuple[Features, ...], ...] = ()
-    """What each row brings of images that are seen whole; empty where none does."""
+    """The parts of whole-seen images in each row; empty if no row has any."""
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    """What layers of one kind compute once a pass."""
+    """What layers of one kind compute once per pass."""
     is_traced: bool = False
-    """Whether the positions stand for those of any pass of as many rows (`replay`)."""
+    """Whether the positions stand for those of any pass with equally many rows (`replay`)."""
 
     @classmethod
     def of(cls, shares: Sequence[Share]) -> Spans:
-        """Lay the shares out."""
+        """Lay out the shares."""
         order = sorted(range(len(shares)), key=lambda i: _rank(shares[i]))
         laid = tuple(shares[i] for i in order)
         counts = tuple(share.token_count for share in laid)

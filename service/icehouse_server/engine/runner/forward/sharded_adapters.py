@@ -1,7 +1,7 @@
 """Sharded adapters: LoRA layers of a model that is sharded over a group's ranks (inference thread).
 
-mlx-lm shards layers without adapters. So LoRA layers are taken off the model, and put back once it is
-sharded, each with the part of its matrices that belongs to this rank's part of the layer.
+mlx-lm shards layers without adapters. So LoRA layers are taken off the model and put back once it is sharded,
+each with the part of its matrices that belongs to this rank's part of the layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class TakenAdapters:
     """The LoRA layers of one model, from when they are taken off until `put_back`."""
 
     def __init__(self, model: Any) -> None:
-        """Leave the model with the layers below them. A linear layer gets a bias that counts its rows: it is
+        """Leave the model with the layers below them. A linear layer gets a bias that numbers its rows: it is
         sharded as the rows are, however a model orders them."""
         kinds = (LoRALinear, LoRASwitchLinear)
         self._layers = {path: each for path, each in model.named_modules() if isinstance(each, kinds)}
@@ -32,7 +32,7 @@ class TakenAdapters:
         model.update_modules(tree_unflatten(bare))
 
     def uncount(self, model: Any) -> dict[str, mx.array]:
-        """Give the layers of the sharded model their own biases again; return which rows each has."""
+        """Restore the own biases of the sharded model's layers; return which rows each layer has."""
         rows: dict[str, mx.array] = {}
         modules = dict(model.named_modules())
         for path, bias in self._biases.items():
@@ -42,7 +42,7 @@ class TakenAdapters:
         return rows
 
     def put_back(self, model: Any, rows: dict[str, mx.array], group: Any) -> None:
-        """Put them over the layers of the sharded model. Raises ValueError for one that cannot be divided."""
+        """Put the LoRA layers over the sharded model's. Raises ValueError for one that cannot be divided."""
         modules = dict(model.named_modules())
         back: list[tuple[str, Any]] = []
         for path, lora in self._layers.items():
@@ -81,7 +81,7 @@ def _divide(lora: Any, layer: Any, rows: mx.array, group: Any) -> None:
 
 
 def _divide_switch(lora: Any, layer: Any, group: Any) -> None:
-    """Divide the layer of experts; each expert's rows are sharded in their order."""
+    """Divide the layer of experts; each expert's rows are sharded in order."""
     if layer.weight.shape[0] != lora.num_experts:
         raise ValueError("its experts are divided, instead of each expert's matrix")
     lora.lora_b = _part(lora.lora_b, 1, layer.weight.shape[1], group)
@@ -94,7 +94,7 @@ def _input_size(layer: Any) -> int:
 
 
 def _part(array: mx.array, axis: int, count: int, group: Any) -> mx.array:
-    """Return this rank's part of an array, of which a layer's shard has so many along an axis."""
+    """Return this rank's part of an array; `count` is the length of the layer's shard along an axis."""
     if count == array.shape[axis]:
         return array
     if count * group.size() != array.shape[axis]:
@@ -106,7 +106,7 @@ def _over(layer: Any, lora: Any, group: Any) -> Any:
     if not isinstance(layer, ShardedToAllLinear | QuantizedShardedToAllLinear):
         lora.linear = layer
         return lora
-    # The layer below does not sum by itself then.
+    # The layer below must not sum by itself then.
     bias = layer.pop("bias", None)
     del lora.linear["bias"]
     lora.linear.update(layer.parameters())  # type: ignore[no-untyped-call]

@@ -12,17 +12,17 @@ from icehouse_server.engine.kv_cache.cache_classes import PlainKv, class_of, is_
 
 
 class NotSplittable(Exception):
-    """A model does with its caches what this split cannot do for several rows."""
+    """A model uses its caches in a way that this split cannot support for several rows."""
 
 
 class Attention(enum.Enum):
     """How rows attend."""
 
     AUTO = "auto"
-    """All together to pages of one pool, where the model's KV can lie there and the device's attention over
-    them is proved; else as `ROWS`."""
+    """All together over pages of one pool, if the model's KV can be in pages and the device's attention over
+    them is proved; otherwise like `ROWS`."""
     ROWS = "rows"
-    """Each to caches of its own."""
+    """Each over caches of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class CacheSplit:
 
     mode: PassSplit
     """ATTENTION: everything around `scaled_dot_product_attention` is computed for all tokens at once. MODULE:
-    each row calls the module that takes the cache, or decoding rows together on stacked states."""
+    each row calls the module that takes the cache; decoding rows may share a call on stacked states."""
     is_stacked: bool = False
-    """Decoding rows share a call of the module, over stacked states."""
+    """Decoding rows share a call of the module, on stacked states."""
     is_entered: bool = False
-    """The model's body reads this cache's offset as a number: it gets 0, its attention the positions."""
+    """The model's body reads this cache's offset as a number. It gets 0; its attention gets the positions."""
     parts: tuple[CacheSplit, ...] = ()
-    """Of a CacheList whose parts are served one by one; empty for everything else."""
+    """For a CacheList whose parts are served one by one; otherwise empty."""
 
     @property
     def needs_door(self) -> bool:
@@ -55,22 +55,22 @@ class PassFacts:
     """What `probe` found about one model."""
 
     caches: tuple[CacheSplit, ...]
-    """One for each cache of `make_prompt_cache`; empty where rows run alone."""
+    """One for each cache of `make_prompt_cache`; empty if rows run alone."""
     hidden_size: int = 0
-    """Width of the hidden states, of which the head reads only the wanted ones; 0 where none can be had, so
-    that logits are picked from those of all tokens."""
+    """Width of the hidden states, of which the head reads only the wanted ones; 0 if there are none, and then
+    logits are picked from those of all tokens."""
     can_take_back: bool = False
-    """Speculation is possible: every cache class can give tokens back."""
+    """Whether speculation is possible: every cache class can take tokens back."""
     layer_count: int = 0
-    """Layers that a chunk may go through a few in each pass; 0 where it goes through all in one."""
+    """How many layers a chunk may go through a few at a time; 0 if it must go through all in one pass."""
     layers_are_joined: bool = False
-    """Layers that read the same input are computed as one product (`joined_layers`)."""
+    """Whether layers that read the same input are computed as one product (`joined_layers`)."""
     reason: str = ""
-    """Why it is not a better split: the error of each one that was tried before."""
+    """Why the split is not a better one: the error of each that was tried before."""
 
     @property
     def modes(self) -> tuple[PassSplit, ...]:
-        """The modes in use, in their order; ALONE where each row is a call of the model."""
+        """The modes in use, in the order of the enum; ALONE if each row is a call of the model."""
         modes = {mode for cache in self.caches for mode in cache.leaf_modes()}
         return tuple(mode for mode in PassSplit if mode in modes) or (PassSplit.ALONE,)
 
@@ -84,8 +84,8 @@ class PassFacts:
         ]
 
     def kv_count(self, caches: Sequence[Any]) -> int:
-        """Return how many of a row's caches are KV of unlimited context that attention serves; 0 where rows
-        run alone."""
+        """Return how many of a row's caches are KV of unlimited context that attention serves; 0 if rows run
+        alone."""
         return sum(
             split.mode is PassSplit.ATTENTION and not split.parts and isinstance(class_of(cache), PlainKv)
             for split, cache in zip(self.caches, caches, strict=False)
@@ -93,7 +93,7 @@ class PassFacts:
 
 
 def candidates(caches: Sequence[Any]) -> list[tuple[CacheSplit, ...]]:
-    """Return what may be tried for a model with such caches, best first.
+    """Return the splits to try for a model with such caches, best first.
 
     Each kind of cache (its class and its index in a list) is served alike in all layers, by attention if
     possible.
@@ -114,7 +114,7 @@ def _kinds_of(cache: Any, index: _Kind) -> list[_Kind]:
 
 
 def _split_of(cache: Any, index: _Kind, by_module: frozenset[_Kind]) -> CacheSplit:
-    """Return how a cache is served, where these kinds are served by their modules."""
+    """Return how a cache is served if these kinds are served by their modules."""
     kind = (*index, type(cache).__name__)
     if not is_list(cache) and class_of(cache).is_state:
         return CacheSplit(PassSplit.MODULE, is_stacked=kind not in by_module)

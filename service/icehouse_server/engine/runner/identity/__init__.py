@@ -1,1 +1,1 @@
-"""Identity of a served model: its fingerprint, over its weights and over the code that computes its KV."""
+"""Identity of a served model: its fingerprint, over its weights and the code that computes its KV."""

@@ -1,13 +1,13 @@
-"""Fingerprint of a served model: SHA-256 over everything its KV depends on, cheap at every start.
+"""Fingerprint of a served model: SHA-256 over everything that its KV depends on, cheap at every start.
 
-Every byte of the weights counts: a number changed in a file makes another model. Their digests are in a book
-beside the blocks (`DigestBook`), so that only new files are read. Requantizing, fine-tuning or fusing an
-adapter changes the fingerprint; moving, renaming or copying the folder does not. The code that computes KV
-counts as much (`KvCode`).
+Every byte of the weights counts: changing one number in a file makes another model. Digests of files are kept
+in a book beside the blocks (`DigestBook`), so that only new files are read. Requantizing, fine-tuning or
+fusing an adapter changes the fingerprint; moving, renaming or copying the folder does not. The code that
+computes KV counts, too (`KvCode`).
 
-Without a book, where nothing outlives the process, weights are sampled: the size of each file, and pieces all
-over it. One process has one model, whose adapters are distinguished by all their bytes (`adapter_digest`). A
-draft model is in neither: its caches are never stored.
+Without a book, when nothing outlives the process, weights are sampled: the size of each file, and pieces all
+over it. A process has one model, whose adapters are distinguished by all their bytes (`adapter_digest`). A
+draft model does not count: its caches are never stored.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _SYSTEM_TAG: Final = b"icehouse.system.v1\x00"
 _COMPUTING: Final = ("icehouse", "mlx", "mlx-lm", "tokenizers", "transformers", "llguidance")
 """Distributions whose release may change an output."""
 _PLACING_KEYS: Final = ("fine_tune_type", "num_layers", "lora_parameters")
-"""Keys of adapter_config.json that say what it computes; the others say how it was trained."""
+"""Keys of adapter_config.json that say what the adapter computes; the others say how it was trained."""
 _NAMES_IN_CONFIG: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 """Keys of config.json that say where a model came from, not what it computes."""
 
 _SAMPLE_COUNT: Final = 512
 _SAMPLE_BYTES: Final = 1024
-"""Of a file that is not read whole."""
+"""Samples of a file that is not read whole."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFingerprint:
-    """A fingerprint and the facts in it that a person can read."""
+    """A fingerprint and the human-readable facts in it."""
 
     value: Fingerprint
     details: dict[str, str]
     code: KvCode
-    """What is in it of code, to be held against what is loaded."""
+    """The code that it covers, to be compared with the loaded code."""
 
 
 def model_fingerprint(
@@ -68,9 +68,9 @@ def model_fingerprint(
 ) -> ModelFingerprint:
     """Fingerprint a model folder as it would be served now.
 
-    `dtype` is what the weights are loaded as, `kv_format` how KV is kept ("bfloat16",
-    "affine 4-bit, group 64"), `book` what is known of weight files. Raises ModelError when the folder has no
-    readable config or weights.
+    `dtype` is what the weights are loaded as, `kv_format` how KV is kept ("bfloat16", "affine 4-bit, group
+    64"), `book` the known digests of weight files. Raises ModelError if the folder has no readable config or
+    weights.
     """
     config = read_json(model_dir / "config.json")
     shards = sorted(model_dir.glob("model*.safetensors"))
@@ -90,12 +90,12 @@ def model_fingerprint(
         "kv_format": kv_format,
         "block_token_count": block_token_count,
         "layout_abi": LAYOUT_ABI,
-        # Nothing else is served, and without them every block on an SSD would be another model's.
+        # Nothing else is served; without these keys, every block on an SSD would be another model's.
         "layout": "",
         "world": [1, 0],
     }
     if mlx_vlm.is_used(model_dir, config):
-        # Its rounding is another one than that of mlx-lm, which reads some of the same folders.
+        # It rounds differently from mlx-lm, which reads some of the same folders.
         facts["reader"] = "mlx-vlm"
     details = {
         "architecture": str(config.get("model_type", "unknown")),
@@ -107,7 +107,7 @@ def model_fingerprint(
         "adapter": "none" if adapter_dir is None else _digest(facts["adapter"])[:12],
         "block_tokens": str(block_token_count),
         "layout_abi": str(LAYOUT_ABI),
-        # Directories of before say it, and only where all else is equal it is the code that changed.
+        # Earlier directories have this key; if it were missing, a change would not be put down to the code.
         "rank": "0 of 1",
         **{CODE_DETAIL + name: digest for name, digest in code.digests.items()},
     }
@@ -120,8 +120,8 @@ def model_fingerprint(
 
 
 def system_digest_hex(model_dir: Path, *, fingerprint_hex: str, device: str) -> str:
-    """Return the SHA-256 of what outputs depend on: the model, what makes tokens of its text, the device and
-    the releases of all that computes. Raises ModelError when the tokenizer's files cannot be read."""
+    """Return the SHA-256 of everything that outputs depend on: the model, the tokenizer, the device and the
+    releases of all packages that compute. Raises ModelError if the tokenizer's files cannot be read."""
     facts = {
         "model": fingerprint_hex,
         "tokenizer": tokenizer_digest_hex(model_dir),
@@ -133,7 +133,7 @@ def system_digest_hex(model_dir: Path, *, fingerprint_hex: str, device: str) -> 
 
 @functools.cache
 def _release(name: str) -> str:
-    """Return the release of an installed distribution; "" of one that runs from its source."""
+    """Return the release of an installed distribution; "" if it runs from source."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -144,8 +144,8 @@ def adapter_digest(adapter_dir: Path) -> AdapterDigest:
     """Digest what an adapter computes: all its weights, the part of its config that places them, and the code
     of its layers.
 
-    Every byte is read, at each start: adapters are small, and are replaced in place more often.
-    Raises ModelError when the folder has no readable config or weights.
+    Every byte is read, at each start: adapters are small, and are more often replaced in place. Raises
+    ModelError if the folder has no readable config or weights.
     """
     config = read_json(adapter_dir / "adapter_config.json")
     placed = {key: config.get(key) for key in _PLACING_KEYS}
@@ -177,7 +177,7 @@ def _whole_digest(path: Path, *, book: DigestBook) -> str:
 
 
 def _sampled_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's size and of pieces all over it; of a short one's content."""
+    """Return the SHA-256 of a file's size and of pieces all over it; all of a short file is read."""
     with path.open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(size_bytes.to_bytes(8, "little"))
@@ -187,7 +187,7 @@ def _sampled_digest(path: Path) -> str:
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
-    """Return how config.json says that weights are quantized, in words; "none" where it does not."""
+    """Return in words how config.json says that weights are quantized; "none" if it does not."""
     quantization = config.get("quantization") or config.get("quantization_config")
     if not isinstance(quantization, dict):
         return "none"
@@ -212,7 +212,7 @@ def _digest(value: Any) -> str:
 
 
 def read_json(path: Path, *, missing: str = "") -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ModelError, with `missing` where there is no such file."""
+    """Return the JSON object in a file. Raises ModelError, with the message `missing` if there is no file."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

@@ -1,22 +1,20 @@
-"""Code that a model's KV is computed by, as digests by module: blocks outlive a change of anything else.
+"""Code that a model's KV is computed by, as digests by module: blocks survive a change of any other code.
 
-- *The model's own*: its architecture's module, and of mlx-lm or mlx-vlm what that reaches (base classes,
-RoPE,
-  switch layers, cache classes). By statements, not by modules: nearly every release of mlx-lm changes
-  `cache.py` or `base.py` somewhere, and whole modules would make every architecture cold each time. As it is,
-  none changed from 0.31.0 to 0.31.1, 53 of 123 from 0.32.0 to 0.32.1, 6 of 124 from there to 0.32.2.
-- *What loads it*, where that computes weights (quantization other than MLX's own; LoRA layers). For MLX's own
-  weights it only assigns arrays by name, and refuses shapes that do not fit.
-- *MLX*: its release and its layers in Python. Changes in the compiled library cannot be seen from here, and
-may
-  concern RoPE, so another release begins cold with every model.
-- *Ours*: `OWN_VERSION`, raised by hand when KV or blocks come out otherwise. Our files change with each
-release,
-  nearly always to be faster; a digest of them would begin cold each time. A test fails when one of these
-  files changes, until somebody has decided.
+- *The model's own*: its architecture's module, and everything in mlx-lm or mlx-vlm that this uses (base
+  classes, RoPE, switch layers, cache classes). By statements, not by modules: nearly every release of mlx-lm
+  changes `cache.py` or `base.py` somewhere, so whole modules would make every architecture cold each time.
+  By statements, none changed from 0.31.0 to 0.31.1, 53 of 123 from 0.32.0 to 0.32.1, and 6 of 124 from
+  there to 0.32.2.
+- *What loads it*, if that computes weights (quantization other than MLX's own; LoRA layers). MLX's own
+  weights are only assigned by name, and shapes that do not fit are refused.
+- *MLX*: its release and its layers in Python. Changes in the compiled library cannot be seen from here and
+  may concern RoPE, so another release begins cold with every model.
+- *Ours*: `OWN_VERSION`, raised by hand if KV or blocks come out differently. Our files change with each
+  release, nearly always to be faster, and a digest of them would begin cold each time. A test fails when one
+  of these files changes, until somebody has decided.
 
-Not in it: the libraries below MLX (BLAS, CUDA, Metal), other packages that a model folder's own code imports,
-and code that prepares images, whose result is in the blocks' names.
+Not included: the libraries below MLX (BLAS, CUDA, Metal), other packages that a model folder's own code
+imports, and code that prepares images, whose result is in the blocks' names.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.errors import ModelError, model_invalid
 
 OWN_VERSION: Final = 2
-"""Of what this server computes KV with and cuts blocks from: raise it when either comes out otherwise than
-before by more than rounding, a fault that was mended included."""
+"""Version of the code with which this server computes KV and cuts blocks. Raise it when either comes out
+differently by more than rounding, even if a fault was mended."""
 
 _PACKAGES: Final = ("mlx_lm", "mlx_vlm")
 _CUSTOM: Final = "custom_model"
@@ -63,7 +61,7 @@ _SEAM: Final = (
     Import("mlx_lm.models.cache", "create_attention_mask"),
     Import("mlx_lm.models.cache", "make_prompt_cache"),
 )
-"""What our own pass takes from mlx-lm for every model."""
+"""What our own pass uses from mlx-lm for every model."""
 _CACHES: Final = tuple(
     Import(kind.__module__, kind.__name__) for kind in CACHE_CLASSES if kind.__module__.startswith("mlx_lm.")
 )
@@ -79,20 +77,20 @@ _NOT_FOLLOWED: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvCode:
-    """What a model's KV is computed by, as it was when it was read."""
+    """The code that computes a model's KV, as it was when it was read."""
 
     digests: Mapping[str, str]
     """By module. "mlx" is its release and "icehouse" our number, as they are."""
     stamps: Mapping[str, Stamp]
-    """Of the files of modules, when they were read."""
+    """Of the modules' files, when they were read."""
     names: frozenset[Import]
-    """What was read of mlx-lm and mlx-vlm."""
+    """The names that were read in mlx-lm and mlx-vlm."""
 
     def check(self, classes: Iterable[type]) -> None:
-        """Hold what was read against what runs: a model is loaded, made of these classes.
+        """Compare what was read with what runs: a loaded model, made of these classes.
 
-        Raises ModelError where a file is another by now, as when something is installed while the server
-        starts, or where a class was not read.
+        Raises ModelError if a file has changed since, for example because a package was installed while the
+        server starts, or if a class was not read.
         """
         changed = [name for name, stamp in self.stamps.items() if not stamp.is_current()]
         if changed:
@@ -106,9 +104,9 @@ class KvCode:
 
 
 def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) -> KvCode:
-    """Read the code that a model folder's KV is computed by; nothing of it is imported.
+    """Read the code that computes the KV of a model folder, importing none of it.
 
-    Raises ModelError where some of it is there and cannot be read.
+    Raises ModelError if some of it exists but cannot be read.
     """
     try:
         custom = _custom_source(model_dir, config)
@@ -118,13 +116,13 @@ def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) ->
             reach.follow([_ADAPTERS])
         digests = reach.digests()
         if custom:
-            # Its module may run any Python file of the folder.
+            # The folder's module may run any of its Python files.
             digests[f"{_CUSTOM} files"] = _files_digest(model_dir, sorted(model_dir.rglob("*.py")))
         digests["mlx.nn"] = _mlx_digest()
     except (UnreadableSource, OSError) as error:
         raise model_invalid(f"the code of the model in {model_dir}: {error}") from error
     stamps = reach.stamps()
-    # Imported by now, so that what they were is what runs.
+    # Already imported, so what runs is what the files were then.
     early = [name for name in stamps if name in _EARLY and stamps[name] != _EARLY[name]]
     if early:
         raise _changed(early)
@@ -143,24 +141,24 @@ def adapter_code_digest() -> str:
 
 
 class Reach:
-    """Every statement of the followed packages that a few names may come to run; `follow` adds names. Raises
+    """Every statement of the followed packages that some given names may run; `follow` adds names. Raises
     UnreadableSource.
 
-    It goes from a name to the statement that binds it, from there to the names that the statement uses, and
-    through imports into other modules. A module that is used as a whole (`from . import llama`) counts whole;
-    one that is imported and not used, or for its effects alone, does not. Names that are made at run time
-    (`getattr`, `importlib`) are not seen: the caller names them.
+    It goes from a name to the statement that binds it, from there to the names that this statement uses, and
+    through imports into other modules. A module that is used as a whole (`from . import llama`) counts whole.
+    A module that is imported but not used, or only for its effects, does not count. Names made at run time
+    (`getattr`, `importlib`) are not seen: the caller must name them.
     """
 
     def __init__(self, given: Iterable[Source] = ()) -> None:
-        """`given` are modules that no import finds."""
+        """`given` are modules that no import can find."""
         self._sources: dict[str, Source | None] = {source.name: source for source in given}
         self._statements: dict[str, set[Statement]] = {}
         self._imports: dict[str, set[str]] = {}
         self._seen: set[Import] = set(_NOT_FOLLOWED)
 
     def follow(self, roots: Iterable[Import]) -> None:
-        """Add all that these names reach."""
+        """Add everything that these names reach."""
         waiting = list(roots)
         while waiting:
             wanted = waiting.pop()
@@ -192,7 +190,7 @@ class Reach:
         )
 
     def stamps(self) -> dict[str, Stamp]:
-        """Return what the files of the reached modules were when they were read."""
+        """Return the stamps of the reached modules' files when they were read."""
         sources = {name: self._sources[name] for name in self._statements}
         return {name: source.stamp for name, source in sources.items() if source and source.stamp}
 
@@ -203,7 +201,7 @@ class Reach:
         return self._sources[module]
 
     def _reach(self, source: Source, name: str) -> list[Import]:
-        """Add what one name of a module stands for; return what that needs."""
+        """Add what one name of a module stands for; return what that needs in turn."""
         needed: list[Import] = []
         if source.name not in self._statements:
             self._statements[source.name], self._imports[source.name] = set(), set()
@@ -211,7 +209,7 @@ class Reach:
         if name in ("", EVERY_NAME):
             needed += self._add(source, source.statements)
             if source.is_package or name == EVERY_NAME:
-                # What a package hands on; `import a.b` is there for its effects.
+                # What a package passes on; `import a.b` is there only for its effects.
                 needed += [Import(source.name, bound) for bound, target in source.imports if target.name]
             return needed
         bound = [statement for statement in source.statements if name in statement.binds]
@@ -236,7 +234,7 @@ class Reach:
 
 
 def _homes(classes: Iterable[type]) -> Iterator[Import]:
-    """Yield where classes, and those that they are made from, are written, as far as it is followed."""
+    """Yield where classes and their base classes are defined, in the followed packages."""
     for base in {base for run in classes for base in run.__mro__}:
         if base.__module__.partition(".")[0] in _PACKAGES:
             yield Import(base.__module__, base.__qualname__.partition(".")[0])
@@ -247,7 +245,7 @@ def _roots(model_dir: Path, config: Mapping[str, Any]) -> list[Import]:
     is_foreign = _is_foreign(model_dir, config)
     if mlx_vlm.is_used(model_dir, dict(config)):
         kind = str(config["model_type"]).lower().replace("-", "_")
-        # Those of mlx-lm stand in for mlx-vlm's own.
+        # mlx-lm's cache classes replace mlx-vlm's own.
         roots += _CACHES
         roots += [Import(f"mlx_vlm.models.{kind}"), Import("mlx_vlm.models.cache", "make_prompt_cache")]
         roots += [Import("mlx_vlm.utils", "load_model")] if is_foreign else []
@@ -274,7 +272,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _is_foreign(model_dir: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the weights are made into MLX's own form, or layers exchanged, when they are loaded."""
+    """Whether loading converts the weights to MLX's own form, or exchanges layers."""
     text = config.get("text_config")
     texts = (config, text if isinstance(text, Mapping) else {})
     if any(each.get("quantize_activations") for each in texts):
@@ -288,7 +286,7 @@ def _is_foreign(model_dir: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _custom_source(model_dir: Path, config: Mapping[str, Any]) -> list[Source]:
-    """Return the folder's own module, where config.json names one."""
+    """Return the folder's own module, if config.json names one."""
     name = config.get("model_file")
     if not isinstance(name, str):
         return []
@@ -323,11 +321,11 @@ def _changed(names: Iterable[str]) -> ModelError:
 
 
 def _early_stamps() -> dict[str, Stamp | None]:
-    """Return what the files of modules that are imported by now are."""
+    """Return the stamps of the files of all modules imported so far."""
     loaded = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] in _PACKAGES]
     specs = [(name, getattr(module, "__spec__", None)) for name, module in loaded]
     return {name: stamp_of(spec.origin) for name, spec in specs if spec is not None}
 
 
 _EARLY: Final = _early_stamps()
-"""They are read later, for the fingerprint, and a model may be downloaded in between."""
+"""Files are read later, for the fingerprint, and a model may be downloaded in between."""

@@ -1,11 +1,10 @@
 """Source of installed modules, statement by statement, read as an import would find it; nothing is imported.
 
-Statements of a module's top level count as they are written: a comment or a blank line between two functions
-has no effect, one inside a function has. Neither depends on the version of Python, as a syntax tree or
-bytecode would.
+Top-level statements count as they are written: a comment or blank line inside a function counts, one between
+functions does not. Unlike a syntax tree or bytecode, the text does not depend on the version of Python.
 
-What Python runs may differ from the source beside it: a module may be compiled only, or have compiled code
-that is not checked against its source. Such a module is unreadable.
+What Python runs may differ from the source beside it: a module may exist only in compiled form, or its
+compiled code may not be checked against its source. Such a module is unreadable.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ EVERY_NAME: Final = "*"
 
 
 class UnreadableSource(Exception):
-    """A module exists but what it does cannot be read; the message says which and why."""
+    """A module exists but its code cannot be read; the message says which and why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stamp:
-    """A module's file as it was: it is the same as long as nobody replaces or writes it."""
+    """The state of a module's file: equal as long as nobody replaces it or writes to it."""
 
     path: str
     inode: int
@@ -45,7 +44,7 @@ class Stamp:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Import:
-    """A name of a module, or the module itself where the name is ""; `EVERY_NAME` is each it has."""
+    """A name of a module; the module itself if the name is ""; all its names if it is `EVERY_NAME`."""
 
     module: str
     name: str = ""
@@ -53,20 +52,20 @@ class Import:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Statement:
-    """A statement of a module's top level that is no import."""
+    """A top-level statement of a module, other than an import."""
 
     text: str
     binds: frozenset[str]
     is_effect: bool
-    """It does something whenever the module is run, whoever uses what it binds."""
+    """It does something whenever the module runs, even if nobody uses what it binds."""
     uses: frozenset[str]
     imports: tuple[Import, ...]
-    """Made inside it."""
+    """Imports made inside it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """A module: its statements, and the imports of its top level."""
+    """A module: its statements, and its top-level imports."""
 
     name: str
     is_package: bool
@@ -74,17 +73,17 @@ class Source:
     imports: tuple[tuple[str, Import], ...]
     """With the names that they bind."""
     stamp: Stamp | None
-    """None of a module that has no file of its own."""
+    """None for a module without a file of its own."""
 
 
 def read_source(name: str) -> Source | None:
-    """Return an installed module, None where there is none. Raises UnreadableSource."""
+    """Return an installed module; None if there is none. Raises UnreadableSource."""
     spec = find_spec(name)
     return None if spec is None else source_of(spec)
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """Find a module as an import would, without importing the packages that it is in."""
+    """Find a module as an import would, without importing the packages that contain it."""
     path: Any = None
     found: ModuleSpec | None = None
     parts = name.split(".")
@@ -101,7 +100,7 @@ def find_spec(name: str) -> ModuleSpec | None:
 
 
 def stamp_of(path: str | None) -> Stamp | None:
-    """Return what a file is now, None where there is none."""
+    """Return the current stamp of a file; None if there is none."""
     if path is None:
         return None
     try:
@@ -112,8 +111,8 @@ def stamp_of(path: str | None) -> Stamp | None:
 
 
 def source_of(spec: ModuleSpec) -> Source:
-    """Return a module that was found; what has a file is read again only where that has changed, or what was
-    compiled of it. Raises UnreadableSource."""
+    """Return a module that was found. A file is read again only if it, or its compiled code, has changed.
+    Raises UnreadableSource."""
     stamp = stamp_of(spec.origin)
     found = _Found(spec.name, stamp, stamp_of(spec.cached), spec)
     return _read_source(found) if stamp is None else _source_in_file(found)
@@ -153,7 +152,7 @@ def _read_source(found: _Found) -> Source:
 
 def _as_compiled(text: str, path: str) -> CodeType:
     with warnings.catch_warnings():
-        # An import warns whoever wrote it, if anything does.
+        # Only an import should show its warnings.
         warnings.simplefilter("ignore")
         return compile(text, path, "exec", dont_inherit=True)
 
@@ -201,7 +200,7 @@ def _statement(node: ast.stmt, lines: list[str], package: str) -> Statement:
 
 
 def _acts(node: ast.AST) -> bool:
-    """Whether it changes what it does not bind."""
+    """Whether it changes something that it does not bind."""
     if isinstance(node, ast.Attribute | ast.Subscript):
         return not isinstance(node.ctx, ast.Load)
     return isinstance(node, ast.Expr) and not _is_text(node)
@@ -212,7 +211,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _is_for_checkers(node: ast.AST) -> bool:
-    """Whether it is there for type checkers alone."""
+    """Whether it is there only for type checkers."""
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 

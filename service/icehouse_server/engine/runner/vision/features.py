@@ -1,7 +1,7 @@
 """Feature cache: vectors that a vision tower made of images, by the images' digests (inference thread).
 
-An image that was seen lately skips the tower, whatever text is around it. Least recently used ones go when
-their bytes pass the limit; the latest stays however large it is, since its prompt is being read.
+A recently seen image skips the tower, whatever text is around it. The least recently used vectors are dropped
+when their bytes exceed the limit; the latest stay whatever their size, since their prompt is being read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger("icehouse.engine")
 
 
 class ImageFeatures:
-    """Asks the tower once for each image, as long as it remembers; one image at a time."""
+    """Asks the tower once for each image that it remembers; one image at a time."""
 
     def __init__(self, tower: VisionTower, *, limit_bytes: int, clock: Clock) -> None:
         self._tower = tower
@@ -37,20 +37,20 @@ class ImageFeatures:
         self._encode_s = 0.0
 
     def use(self) -> ImageUse:
-        """Return what went through the tower, what did not have to, and what is in memory."""
+        """Return what went through the tower, what was reused, and what is in memory."""
         return ImageUse(
             self._encoded_total, self._reused_total, self._encode_s, self._size_bytes, self._limit_bytes
         )
 
     def has_begun(self, image: ImagePart) -> bool:
-        """Whether a whole image's vectors are there, or on their way."""
+        """Whether a whole image's vectors exist, or are being made."""
         return image.key in self._vectors or (self._encoding is not None and self._encoding[0] == image.key)
 
     def encode(self, image: ImagePart, *, budget_s: float) -> mx.array | None:
-        """Go on with a whole image for about so long, by a slice of the tower at least; return the vectors of
-        its span, [tokens, width], once they are there. Another image that was begun is given up.
+        """Continue encoding a whole image for about `budget_s`, but at least one slice of the tower. Return
+        the vectors of its span, [tokens, width], once they exist. An unfinished other image is dropped.
 
-        Raises InvalidRequest where the tower fails on the image, which is forgotten then.
+        Raises InvalidRequest if the tower fails on the image, which is then forgotten.
         """
         vectors = self._vectors.pop(image.key, None)
         if vectors is not None:
@@ -60,7 +60,7 @@ class ImageFeatures:
             try:
                 vectors = self._encoded(image, began + budget_s)
             except (RuntimeError, MemoryError):
-                raise  # by the device, and nobody's request's fault
+                raise  # raised by the device, and no request's fault
             except Exception as error:  # whatever the model's code makes of an image
                 self._encoding = None
                 _log.exception("image_failed", extra={"tokens": image.count})
@@ -85,7 +85,7 @@ class ImageFeatures:
         encoding = self._encoding
         is_new = encoding is None or encoding[0] != image.key
         if encoding is None or is_new:
-            self._encoding = None  # its arrays are released before those of another one are made
+            self._encoding = None  # release its arrays before those of another image are made
             tensors = {tensor.name: array_of(tensor) for tensor in image.image.tensors}
             encoding = self._encoding = image.key, self._tower.begin(image.span_token_ids, tensors)
         vectors = self._computed(encoding[1], end_time, has_gone_on=is_new)
@@ -97,7 +97,7 @@ class ImageFeatures:
         return vectors
 
     def _computed(self, run: TowerRun, end_time: float, *, has_gone_on: bool) -> mx.array | None:
-        """Go on with a run; building it was a step of the way too."""
+        """Continue a run; building it counts as a step, too."""
         while run.slices:
             began = self._clock.monotonic()
             taken = self._pace.take(run.slices, left_s=end_time - began, may_wait=has_gone_on)

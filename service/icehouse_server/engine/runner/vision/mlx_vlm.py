@@ -1,8 +1,8 @@
-"""Adapter to mlx-vlm: models that see, loaded whole and used in two halves.
+"""Adapter to mlx-vlm: models with vision, loaded whole and used in two halves.
 
-mlx-vlm >= 0.7.10, < 0.8, of the optional extra `vision`. The half that reads tokens is called as mlx-lm's
-models are, so that passes treat it like any; the tower makes of an image the vectors that replace its
-tokens. `tests/unit/engine/runner/vision` fails when what is relied on here moves.
+mlx-vlm >= 0.7.10, < 0.8, from the optional extra `vision`. The text half is called as mlx-lm's models are, so
+that passes treat it like any other. The tower turns an image into the vectors that replace its tokens.
+`tests/unit/engine/runner/vision` fails when something that is relied on here changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from icehouse_server.engine.runner.vision.slices import TowerSlice, TowerSlicer
 _BLIND_TEXTS: Final = frozenset({"mistral4"})
 """`model_type` of the text halves that are not served with images."""
 _TOWER_WEIGHT: Final = re.compile(r"(.*\.)?vis(ion|ual)")
-"""What weights of a vision tower are called, in folders of every maker."""
+"""How the names of a vision tower's weights begin, in every maker's folders."""
 
 
 def runs_images_whole(config: Mapping[str, Any]) -> bool:
@@ -42,8 +42,8 @@ def sees(config: Mapping[str, Any]) -> bool:
 
 
 def refusal(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return why images of a model folder are not served, in words that follow its name; None where they
-    are, given the extra. Its text is read by mlx-lm then."""
+    """Return why a model folder's images are not served, in words that follow its name; None if they are,
+    given the extra. If there is a reason, mlx-lm reads its text."""
     if not sees(config):
         return "reads text alone"
     kind = config["model_type"]
@@ -60,12 +60,12 @@ def refusal(path: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def is_used(path: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a model folder is loaded from here: its images are served."""
+    """Whether a model folder is loaded from here, because its images are served."""
     return is_installed() and refusal(path, config) is None
 
 
 def is_needed(config: Mapping[str, Any]) -> bool:
-    """Whether a model folder cannot be served without mlx-vlm, not even its text."""
+    """Whether not even the text of a model folder can be served without mlx-vlm."""
     return sees(config) and not _FAMILIES[config["model_type"]].is_read_by_mlx_lm
 
 
@@ -76,15 +76,15 @@ def image_token_id(config: Mapping[str, Any]) -> int:
 
 
 def _has_tower(path: Path) -> bool:
-    """Whether the weights of a folder have a vision tower; mlx-lm leaves it out of what it converts."""
+    """Whether a folder has weights of a vision tower; mlx-lm leaves them out when it converts."""
     try:
         return any(_TOWER_WEIGHT.match(name) for name in _weight_names(path))
     except (OSError, ValueError):
-        return True  # whoever loads it says what is wrong with it
+        return True  # the loader will say what is wrong with it
 
 
 def _weight_names(path: Path) -> Iterable[str]:
-    """Yield the names of a folder's weights. Raises OSError or ValueError for files that are damaged."""
+    """Yield the names of a folder's weights. Raises OSError or ValueError for damaged files."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         yield from json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
@@ -98,7 +98,7 @@ def _weight_names(path: Path) -> Iterable[str]:
 
 
 def is_installed() -> bool:
-    """Whether the extra is there; nothing of it is imported."""
+    """Whether the extra is installed; nothing of it is imported."""
     return all(importlib.util.find_spec(package) is not None for package in ("mlx_vlm", "PIL"))
 
 
@@ -120,7 +120,7 @@ def read_model(path: Path, *, lazy: bool) -> tuple[TextModel, VisionTower, dict[
 
 
 def _read_rope_base(language_model: Any, text: Mapping[str, Any]) -> None:
-    """Set the base of RoPE where only `rope_parameters` has it, as transformers 5 writes: upstream's Mistral
+    """Set the base of RoPE if only `rope_parameters` has it, as transformers 5 writes it: upstream's Mistral
     does not look there."""
     rope = text.get("rope_parameters") or {}
     if text.get("rope_theta") is not None or "rope_theta" not in rope:
@@ -134,7 +134,7 @@ def _read_rope_base(language_model: Any, text: Mapping[str, Any]) -> None:
 
 
 class TextModel(Module):
-    """The half of a model that reads tokens, as mlx-lm's models are: called with ids and caches, it gives
+    """The half of a model that reads tokens, called as mlx-lm's models are: with ids and caches, it returns
     logits."""
 
     def __init__(self, language_model: Any) -> None:
@@ -159,11 +159,11 @@ class TextModel(Module):
 
 
 class WholeImageTextModel(TextModel):
-    """The same of models in which each token of an image sees all of it (Gemma 3): which tokens these are
-    comes with each pass, and masks are made for it.
+    """For models in which each token of an image sees all of it (Gemma 3): each pass says which tokens these
+    are, and masks are made for it.
 
-    Upstream generates causally. `transformers` does not (`modeling_gemma3.create_causal_mask_mapping`): in
-    full layers and in those with a window an image's tokens see each other. That is what was trained.
+    Upstream generates causally. `transformers` does not (`modeling_gemma3.create_causal_mask_mapping`): an
+    image's tokens see each other in full and in window layers. That is how it was trained.
     """
 
     def __init__(self, language_model: Any) -> None:
@@ -177,8 +177,8 @@ class WholeImageTextModel(TextModel):
 
 
 class GridTextModel(TextModel):
-    """The same of models with MRoPE. Upstream keeps the positions of one prompt in the model; here they come
-    with each pass, from the view of a layer's cache, and are those in the sequence for any other cache."""
+    """For models with MRoPE. Upstream keeps the positions of one prompt in the model. Here they come with
+    each pass, from the view of a layer's cache; with any other cache they are those in the sequence."""
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         body = self.language_model.model
@@ -191,10 +191,10 @@ class GridTextModel(TextModel):
 
 
 class ScaledTextModel(TextModel):
-    """The same of Ministral 3, whose queries are multiplied by a factor that grows with their positions.
+    """For Ministral 3, whose queries are multiplied by a factor that grows with their positions.
 
-    Upstream takes the factor of one row's position for all rows of a pass, and waits for the device to read
-    it; here each row has that of its own.
+    Upstream uses the factor of one row's position for all rows of a pass, and waits for the device to read
+    it; here each row has its own.
     """
 
     def __init__(self, language_model: Any) -> None:
@@ -206,7 +206,7 @@ class ScaledTextModel(TextModel):
 def _scaled(
     body: Any, call: Callable[..., Any], inputs: mx.array, cache: Any = None, inputs_embeds: Any = None
 ) -> mx.array:
-    """Run a body as upstream's `Ministral3.__call__` does, but for the factor."""
+    """Run a body as upstream's `Ministral3.__call__` does, except for the factor."""
     from mlx_vlm.models.base import create_attention_mask  # of an optional extra
 
     hidden = body.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
@@ -223,8 +223,8 @@ def _scaled(
 
 
 def _query_factor(offset: mx.array | int, count: int, rope: Mapping[str, Any]) -> mx.array:
-    """Return [rows or 1, 1, tokens, 1], as upstream's `_get_llama_4_attn_scale` has it; `offset` is each
-    row's or all rows'."""
+    """Return [rows or 1, 1, tokens, 1], like upstream's `_get_llama_4_attn_scale`; `offset` is each row's or
+    all rows'."""
     positions = mx.array(offset).reshape(-1, 1) + mx.arange(count)
     steps = mx.floor(positions / rope["original_max_position_embeddings"])
     factor = 1 + rope["llama_4_scaling_beta"] * mx.log(1 + steps)
@@ -244,16 +244,16 @@ def _positions(inputs: mx.array, cache: Any) -> mx.array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TowerRun:
-    """An image in the tower, nothing of which is computed yet."""
+    """An image in the tower, with nothing computed yet."""
 
     slices: collections.deque[TowerSlice]
-    """What it is computed from, piece by piece, the first one's first."""
+    """The pieces that it is computed from, in order."""
     vectors: mx.array
-    """[tokens, width], computed from the last one."""
+    """[tokens, width], computed from the last piece."""
 
 
 class VisionTower:
-    """The half that makes vectors of images, and puts them among those of the text that is between them."""
+    """The half that makes vectors of images, and puts them among those of the text between them."""
 
     _vectors_per_token = 1
 
@@ -262,9 +262,9 @@ class VisionTower:
         self._slicer = TowerSlicer(whole)
 
     def shape(self, *, device: str) -> TowerShape:
-        """Return what its temporary arrays are made of. `device` is "cpu", "metal" or "cuda"."""
+        """Return what its temporary arrays depend on. `device` is "cpu", "metal" or "cuda"."""
         config = vars(self._whole.config.vision_config)
-        # Qwen2-VL's `hidden_size` is what comes out, as wide as the other half.
+        # Qwen2-VL's `hidden_size` is the output's, as wide as the text half.
         hidden_size = _first(config, "embed_dim", "hidden_size")
         head_count = _first(config, "num_attention_heads", "num_heads")
         return TowerShape(
@@ -273,28 +273,28 @@ class VisionTower:
             head_count=head_count,
             patch_size=config["patch_size"],
             vector_size=self._whole.config.text_config.hidden_size * self._vectors_per_token,
-            # Pixels come as float32, and nothing behind them is narrower in every family.
+            # Pixels come as float32, and in every family what follows is no narrower.
             compute_bytes=4,
             keeps_scores=keeps_scores(device=device, head_size=hidden_size // head_count, compute_bytes=4),
         )
 
     def modules(self) -> Sequence[Any]:
-        """Return the whole model and all that it is made of."""
+        """Return the whole model and all its modules."""
         modules: Sequence[Any] = self._whole.modules()
         return modules
 
     def parameters(self) -> dict[str, Any]:
-        """Return the weights of the whole model but for the half that reads tokens."""
+        """Return the weights of the whole model except for the text half."""
         parameters = dict(self._whole.parameters())
         parameters.pop("language_model", None)
         return parameters
 
     def update(self, parameters: dict[str, Any]) -> None:
-        """Replace weights, which are named as `parameters` names them."""
+        """Replace weights, named as in `parameters`."""
         self._whole.update(parameters)
 
     def begin(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> TowerRun:
-        """Build what gives vectors for the tokens of one image's span.
+        """Build the graph that gives vectors for the tokens of one image's span.
 
         `tensors` are the processor's, by the names of the model's own arguments.
         """
@@ -309,8 +309,8 @@ class VisionTower:
 
 
 class ScaledTower(VisionTower):
-    """The same where embeddings are multiplied by the root of their width before the first layer, and an
-    image's vectors are not to be (Gemma 3)."""
+    """For models that multiply embeddings by the root of their width before the first layer, which must not
+    change an image's vectors (Gemma 3)."""
 
     def _vectors(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> mx.array:
         whole = self._whole
@@ -318,19 +318,19 @@ class ScaledTower(VisionTower):
         pixels = tensors["pixel_values"].transpose(0, 2, 3, 1).astype(dtype)
         hidden, _, _ = whole.vision_tower(pixels, output_hidden_states=True)
         vectors: mx.array = whole.multi_modal_projector(hidden)[0]
-        # Rounded as the factor is that it undoes. Upstream takes the width from elsewhere in the config,
-        # 2,048 where that says nothing: right for none of the models.
+        # Rounded like the factor that it undoes. Upstream takes the width from elsewhere in the config, or
+        # 2,048 if it is not there: right for none of the models.
         factor = mx.array(whole.config.text_config.hidden_size**0.5, mx.bfloat16)
         return vectors / factor.astype(vectors.dtype)
 
 
 class PatchTower(VisionTower):
-    """The same where an image keeps its shape, and its rows of tokens end with tokens of text (Pixtral and
-    Mistral 3, which makes one token of several patches side by side).
+    """For models in which an image keeps its shape, and rows of its tokens end with tokens of text (Pixtral,
+    and Mistral 3, which merges several adjacent patches into one token).
 
-    Upstream's call keeps the images of a prompt apart by a mask of patches by patches, 0.6 GB for one image
-    of 1,540 x 1,540 pixels; here there is one, and none is made. Patches are merged in a few steps, where
-    upstream takes several for each token.
+    Upstream's call separates the images of a prompt with a mask of patches by patches, 0.6 GB for one image
+    of 1,540 x 1,540 pixels. Here there is one image, and no mask. Patches are merged in a few steps, where
+    upstream takes several per token.
     """
 
     def __init__(self, whole: Any) -> None:
@@ -339,7 +339,7 @@ class PatchTower(VisionTower):
         self._body = body
         self._positions_per_side = body.config.image_size // body.config.patch_size
         layer_count = len(body.transformer.layers)
-        # Upstream counts what goes into the first layer too.
+        # Upstream also counts the input of the first layer.
         self._layer_count = range(layer_count + 1)[whole.vision_feature_layer]
 
     def _vectors(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> mx.array:
@@ -366,7 +366,7 @@ class PatchTower(VisionTower):
         return seen
 
     def _projected(self, patches: mx.array) -> mx.array:
-        """Return [tokens, width of the other half]."""
+        """Return [tokens, width of the text half]."""
         projector = self._whole.multi_modal_projector
         rows, columns, width = patches.shape
         merger = getattr(projector, "patch_merger", None)
@@ -375,7 +375,7 @@ class PatchTower(VisionTower):
             return projected
         side = merger.spatial_merge_size
         grid = projector.norm(patches).reshape(rows // side, side, columns // side, side, width)
-        # As torch's `unfold` lays them, and upstream's.
+        # In the order of torch's `unfold`, and of upstream.
         joined = grid.transpose(0, 2, 4, 1, 3).reshape(-1, width * side * side)
         merged: mx.array = projector.linear_2(
             projector.gelu(projector.linear_1(merger.merging_layer(joined)))
@@ -384,10 +384,10 @@ class PatchTower(VisionTower):
 
 
 class DeepstackTower(VisionTower):
-    """The same where some of its layers give vectors too, for the first layers of the other half (DeepStack,
-    arXiv 2406.04334): they lie behind the token's own, one for each layer in order.
+    """For models in which some of the tower's layers also give vectors, for the first layers of the text half
+    (DeepStack, arXiv 2406.04334): they follow the token's own, one for each layer in order.
 
-    Upstream computes these at once where it puts them among those of text; a span of these models has none.
+    Upstream computes them while it puts them among those of text; a span of these models has no text.
     """
 
     def __init__(self, whole: Any) -> None:
@@ -408,7 +408,7 @@ class _Family:
     text_model: type[TextModel] = TextModel
     tower: type[VisionTower] = VisionTower
     is_read_by_mlx_lm: bool = True
-    """Their text, that is, where the extra is missing."""
+    """Whether mlx-lm reads their text if the extra is missing."""
 
 
 _FAMILIES: Final = {

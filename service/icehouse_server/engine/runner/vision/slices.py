@@ -1,9 +1,9 @@
-"""Slices of a vision tower: an image's way through it in pieces, so that rows decode between any two of them
+"""Slices of a vision tower: an image goes through it in pieces, so that rows decode between any two of them
 (inference thread).
 
 A piece is what attention, a feed-forward block or another linear layer gives for as many patches as a device
 computes in a few milliseconds. How long pieces take is learned as they run, so that a step begins none that
-its time has no room for, and several are computed together where it has.
+its time has no room for, and computes several together if it has.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from icehouse_server.engine.runner.forward.model_seam import become
 
 _CPU_WORK: Final = 1 << 25
 _GPU_WORK: Final = 1 << 34
-"""Most multiplications of a piece. On 2 x86 cores, which have no fused kernel, attention took 5 ms for so
-many, feed-forward blocks 2 ms."""
+"""Most multiplications of a piece. On 2 x86 cores, which have no fused kernel, this many took attention 5 ms
+and feed-forward blocks 2 ms."""
 _LEAST_COUNT: Final = 16
-"""Patches of a piece, however long that takes."""
+"""Fewest patches of a piece, however long they take."""
 _FEED_FORWARD: Final = "MLP"
-"""How mlx-vlm ends the names of their classes."""
+"""How the names of mlx-vlm's feed-forward classes end."""
 _PADDED_ATTENTION: Final = "ensure_fused_sdpa"
-"""Of mlx_vlm.models.base: pads heads to a size that MLX has a kernel for."""
+"""In mlx_vlm.models.base: pads heads to a size that MLX has a kernel for."""
 _OVERHEAD_SHARE: Final = 1.0 / 64.0
-"""What a piece takes besides its arithmetic, in the time of a longest piece."""
+"""What a piece takes besides its arithmetic, relative to the time of a longest piece."""
 _LEAST_S: Final = 1e-6
 """Nothing takes less; a clock that says so was read at the wrong moment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TowerSlice:
-    """One piece: computed from those before it."""
+    """One piece, computed from those before it."""
 
     array: mx.array
     kind: str
     work: float
-    """Multiplications, and as many as its overhead would be."""
+    """Multiplications, plus as many as its overhead is worth."""
 
 
 class TowerSlicer:
-    """Notes the pieces while a graph is built. mlx-vlm's tower is called as it is; only inside `slicing` its
-    linear layers, its feed-forward blocks and MLX's attention function give what they give piece by piece."""
+    """Collects the pieces while a graph is built. mlx-vlm's tower is called as it is; only inside `slicing`
+    do its linear layers, its feed-forward blocks and MLX's attention function compute piece by piece."""
 
     def __init__(self, whole: Any, *, piece_work: int | None = None) -> None:
-        """Change the layers of a model that take each patch by itself, but for the half that reads tokens."""
+        """Change the layers of a model that take each patch separately, except in the text half."""
         self._piece_work = piece_work or (_CPU_WORK if find_backend() is Backend.CPU else _GPU_WORK)
         self._slices: collections.deque[TowerSlice] | None = None
-        """None where nothing is to be cut: outside of `slicing`, and inside a piece."""
+        """None while nothing is to be cut: outside of `slicing`, and inside a piece."""
         self._attention_owners = [(mx.fast, "scaled_dot_product_attention"), *_padded_attention(whole)]
         for module in _token_wise_modules(whole, ""):
             kind = "linear" if _is_linear(module) else "feed_forward"
@@ -67,11 +67,11 @@ class TowerSlicer:
 
     @contextmanager
     def slicing(self) -> Iterator[collections.deque[TowerSlice]]:
-        """Give the pieces of what is built in the block, the first one's first."""
+        """Yield the pieces of what is built in the block, in order."""
         slices: collections.deque[TowerSlice] = collections.deque()
         upstream = [(owner, name, getattr(owner, name)) for owner, name in self._attention_owners]
         self._slices = slices
-        # Nobody else uses MLX meanwhile: there is one inference thread.
+        # Nobody else uses MLX meanwhile, since there is one inference thread.
         for owner, name, call in upstream:
             setattr(owner, name, self._attention_over(call))
         try:
@@ -84,7 +84,7 @@ class TowerSlicer:
     def _token_wise(
         self, kind: str, weight_count: int, call: Callable[[mx.array], mx.array], inputs: mx.array
     ) -> mx.array:
-        """Return what a layer with so many weights gives for [..., patches, width], patch by patch."""
+        """Return the output of a layer with this many weights for [..., patches, width], patch by patch."""
         if self._slices is None or inputs.ndim < 2:
             return call(inputs)
         work = math.prod(inputs.shape[:-1]) * weight_count
@@ -109,12 +109,12 @@ class TowerSlicer:
         return attention
 
     def _joined(self, kind: str, count: int, work: int, part: Callable[[int, int], mx.array]) -> mx.array:
-        """Return `part` of so many patches, in pieces of like length."""
+        """Return `part` of this many patches, in pieces of similar length."""
         slices = self._slices
         assert slices is not None
         piece_count = max(1, min(math.ceil(work / self._piece_work), count // _LEAST_COUNT))
         stops = [count * (i + 1) // piece_count for i in range(piece_count)]
-        # What is called inside may be compiled: arrays that a compiler traces with cannot be computed.
+        # What is called inside may be compiled, and arrays that a compiler traces with cannot be computed.
         self._slices = None
         try:
             pieces = [part(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
@@ -130,14 +130,14 @@ class TowerPace:
 
     def __init__(self) -> None:
         self._rates: dict[str, float] = {}
-        """Seconds for each unit of work."""
+        """Seconds per unit of work."""
 
     def take(
         self, slices: collections.deque[TowerSlice], *, left_s: float, may_wait: bool
     ) -> list[TowerSlice]:
-        """Take the next pieces that so long has room for; without `may_wait` one at least.
+        """Take the next pieces that fit into `left_s`; without `may_wait`, at least one.
 
-        One of a kind that never ran is taken by itself.
+        A piece of a kind that never ran is taken alone.
         """
         taken: list[TowerSlice] = []
         while slices:
@@ -164,14 +164,14 @@ class TowerPace:
 
 
 def _padded_attention(whole: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where a tower's modules have mlx-vlm's own attention function from, which is compiled."""
+    """Yield the modules from which a tower gets mlx-vlm's own attention function, which is compiled."""
     for name in sorted({base.__module__ for _, each in whole.named_modules() for base in type(each).__mro__}):
         if hasattr(owner := sys.modules[name], _PADDED_ATTENTION):
             yield owner, _PADDED_ATTENTION
 
 
 def _token_wise_modules(module: Any, name: str) -> Iterator[Any]:
-    """Yield the outermost layers of a tower that take each patch by itself."""
+    """Yield the outermost layers of a tower that take each patch separately."""
     if name == "language_model":
         return
     if _is_linear(module) or type(module).__name__.endswith(_FEED_FORWARD):
