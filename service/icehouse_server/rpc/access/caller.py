@@ -69,7 +69,7 @@ def peer_kind(peer: str | None) -> PeerKind:
 
 @functools.lru_cache(maxsize=1024)
 def _kind_of_host(host: str) -> PeerKind:
-    """Return the kind of an address. Cached: parsing takes as long as the rest of a refused call's log line."""
+    """Return the kind of an address. Cached: parsing takes as long as the rest of a refused call's log."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
