@@ -49,8 +49,9 @@ _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
 _TASK_QUEUE_COUNT = 4096
 _SHARE_ON_SHARED_CORES = 0.07
-"""Of one core, where decode runs on the CPU. Beside restores without a break p99 of decode was then 1.09 of
-idle; with 0.15 it was 1.27, with readers at full speed 1.85 (`make bench CASE=cache`, 2 x86 cores)."""
+"""Share of one core, if decode runs on the CPU. During continuous restores, p99 of decode was then 1.09 times
+that without restores; with 0.15 it was 1.27, with readers at full speed 1.85 (`make bench CASE=cache`, 2 x86
+cores)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class CacheParts:
     def open_controller(
         self, runner: ModelRunner | EncoderRunner | LeaderRunner, clock: Clock
     ) -> CacheController:
-        """Make the engine's side; on the inference thread, after the model was loaded."""
+        """Create the engine's side; on the inference thread, after the model was loaded."""
         cache = PrefixCache(
             settings=self.settings,
             facts=runner.blocks.facts,
@@ -82,7 +83,7 @@ class CacheParts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SsdParts:
-    """The SSD tier of all models, and what encrypts their blocks there."""
+    """The SSD tier of all models, and the cipher that encrypts their blocks there."""
 
     tiers: ModelTiers
     cipher: Cipher | None
@@ -91,7 +92,8 @@ class SsdParts:
 def open_ssd(whole: Config, *, device: Device, clock: Clock) -> SsdParts | None:
     """Wire the SSD tier; None without one. `ModelTiers.start` locks and opens the directory.
 
-    With a key its data key is fetched here, since names and fingerprints depend on it; raises StartError.
+    If encryption is configured, its data key is fetched here, since names and fingerprints depend on it;
+    raises StartError.
     """
     config, files = whole.cache, Files()
     if not config.has_ssd:
@@ -113,13 +115,13 @@ def open_ssd(whole: Config, *, device: Device, clock: Clock) -> SsdParts | None:
 
 
 def key_id_of(ssd: SsdParts | None) -> str:
-    """Return which data key blocks are encrypted under; not secret."""
+    """Return the id of the data key that encrypts blocks; not secret."""
     return "none" if ssd is None or ssd.cipher is None else ssd.cipher.key_id.hex()
 
 
 def with_key(fingerprint: ModelFingerprint, cipher: Cipher | None) -> ModelFingerprint:
-    """Return what blocks are filed under: apart where they are encrypted, so that nobody takes them for what
-    another key can open."""
+    """Return the fingerprint for filing blocks: encrypted blocks get another one, so that nobody mistakes
+    them for blocks that another key can open."""
     if cipher is None:
         return fingerprint
     return dataclasses.replace(
@@ -144,7 +146,7 @@ def build_cache_parts(
     post: Callable[[Outcome], object],
     as_group: _AsGroup | None = None,
 ) -> CacheParts:
-    """Wire one model's cache. `as_group` makes of this rank's tier the whole group's. Raises StartError where
+    """Wire one model's cache. `as_group` turns this rank's tier into the whole group's. Raises StartError if
     a model with the same fingerprint is open."""
     cipher = None if ssd is None else ssd.cipher
     filed_as = with_key(fingerprint, cipher)
@@ -175,9 +177,9 @@ def build_cache_parts(
 
 
 def measured_on(config: CacheConfig, device: Device) -> str:
-    """Return what rates of reading and computing hold for, besides the model and its blocks."""
+    """Return what learned rates depend on, besides the model and its blocks."""
     codec = codec_on(device, Codec(config.codec))
-    # A machine may be called anything; this is stored as text.
+    # A machine may have any name; this is stored as text.
     return ascii((platform.node(), device.backend.value, device.name, codec.value))
 
 
@@ -195,8 +197,8 @@ _SHARED_URL = "cache.shared_url"
 
 
 def open_shared_store(cache: CacheConfig) -> ObjectStore:
-    """Return the object store, without asking it anything: one that is down stops no start. Raises
-    ConfigError for a URL that names none, or without the extra."""
+    """Return the object store without contacting it: a store that is down stops no start. Raises ConfigError
+    for a URL that names no store, or without the extra."""
     assert cache.shared_url is not None, "an object store is configured"
     try:
         with imports_of_extra("shared", setting=_SHARED_URL):
@@ -207,27 +209,27 @@ def open_shared_store(cache: CacheConfig) -> ObjectStore:
 
 
 def shared_settings(cache: CacheConfig) -> SharedSettings:
-    """Return the limits of its traffic."""
+    """Return the traffic limits of the object store."""
     return SharedSettings(
         lookup_timeout_s=cache.shared_lookup_timeout_ms / 1000,
         write_bytes_per_s=cache.shared_write_rate_bytes,
-        # A block that does not fit the write queue cannot have been stored by a server such as this one.
+        # A server like this one cannot have stored a block that does not fit the write queue.
         object_limit_bytes=cache.write_queue_bytes + OVERHEAD_BYTES,
     )
 
 
 def codec_on(device: Device, codec: Codec) -> Codec:
-    """Return how blocks are stored. Compressing takes cores, and a model on the CPU computes with these, so
-    there `auto` is raw: RAM hits beside it took twice as long."""
+    """Return how blocks are stored. Compression takes cores, on which a CPU model computes, so there `auto`
+    is raw: RAM hits took twice as long beside compression."""
     return Codec.RAW if codec is Codec.AUTO and not device.is_gpu else codec
 
 
 def check_directory(cache: CacheConfig) -> None:
-    """Raise StartError if another process has the cache directory, others may change files in it, or it is
-    none that this user can make or write.
+    """Raise StartError if another process has the cache directory, if others may change files in it, or if
+    this user cannot create or write it.
 
     Keeps no lock and creates no directory. A disk that fails, hangs or has become read-only is reported when
-    the tier starts: then RAM alone serves.
+    the tier starts: then only RAM is used.
     """
     directory = str(cache.block_directory.absolute())
     files = Files()
@@ -243,7 +245,7 @@ def check_directory(cache: CacheConfig) -> None:
 
 
 def _check_place(cache: CacheConfig) -> None:
-    """Raise StartError for a folder that cannot be made or written; warn of a disk that is nearly full."""
+    """Raise StartError for a folder that cannot be created or written; warn if the disk is nearly full."""
     directory = cache.block_directory.absolute()
     existing = existing_folder(directory)
     is_read_only = bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
@@ -264,14 +266,14 @@ def _check_place(cache: CacheConfig) -> None:
 
 
 def open_digests(cache: CacheConfig, clock: Clock) -> DigestBook | None:
-    """Return the known digests of weight files; None without an SSD tier, which keeps them."""
+    """Return the known digests of weight files; None without an SSD tier, where they are stored."""
     if not cache.has_ssd:
         return None
     return DigestBook(str(cache.block_directory.absolute()), files=Files(), clock=clock)
 
 
 def fingerprint_of(path: Path, config: Config, *, dtype: str, digests: DigestBook | None) -> ModelFingerprint:
-    """Return the fingerprint of the model as served. New weights are read once to make it."""
+    """Return the fingerprint of the model as served. New weights are read once for it."""
     model, cache = config.model, config.cache
     quantized = f"affine {cache.kv_bits}-bit, group {cache.kv_group_size}"
     return model_fingerprint(
@@ -293,7 +295,7 @@ def identified(
     clock: Clock,
     leader: LeaderParts | None,
 ) -> tuple[ModelSource, ModelFingerprint]:
-    """Return the model with its fingerprint, of rank 0's part where it leads a group."""
+    """Return the model with its fingerprint: that of rank 0's part if it leads a group."""
     digests = open_digests(config.cache, clock)
     fingerprint = fingerprint_of(source.path, config, dtype=source.dtype, digests=digests)
     if digests is not None:

@@ -69,14 +69,14 @@ from icehouse_server.structured_output.probe_process import ProbeLimits, ProbePr
 from icehouse_server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    # Of optional extras.
+    # These need optional extras.
     from icehouse_server.rpc.worker.worker_info import WorkerParts
     from icehouse_server.vision.image_reader import ImageReader
 
 _log = logging.getLogger("icehouse.boot")
 
 _END_S = 10.0
-"""How long an engine may take to end, without what it writes to SSD, and how long its SSD tier may."""
+"""How long an engine may take to end, without its writes to SSD, and how long its SSD tier may."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class DeviceDefaults:
     policy: PassPolicy
 
 
-# Measured with mlx 0.32.4 on 2 x86 cores: prefill of small models runs at its full rate from chunks of 32
-# tokens on; larger ones read their weights for longer. Sixteen prompts of 40 that come together had
-# their last first token after 0.65 and 0.80 of the batch engine's time with 512, and 0.92 twice with 256.
+# Measured with mlx 0.32.4 on 2 x86 cores: prefill of small models reaches its full rate with chunks of 32
+# tokens; larger models read their weights for longer. When sixteen prompts of 40 tokens came together, the
+# last first token took 0.65 and 0.80 of the batch engine's time with 512, and 0.92 twice with 256.
 CPU_DEFAULTS = DeviceDefaults(
     decode_batch_limit=64,
     prefill_chunk_token_count=512,
@@ -118,17 +118,17 @@ class Server:
     rpc: RpcServer
     clock: Clock
     tiers: ModelTiers | None
-    """Of all models; None without an SSD tier."""
+    """For all models; None without an SSD tier."""
     telemetry: TelemetryParts
     kv_events: KvEventParts
     opened: OpenedEngine | None = None
-    """Of the only model; None where there are several."""
+    """The only model's; None if there are several."""
     pool: ModelPool[OpenedEngine] | None = None
     leader: LeaderParts | None = None
-    """Of a server that is rank 0 of a group."""
+    """Set if the server is rank 0 of a group."""
 
     def begin_stop(self) -> Sequence[OpenedEngine]:
-        """Load nothing more, and wait for no rank; return the engines that are there."""
+        """Stop loading models and waiting for ranks; return the engines that exist."""
         if self.leader is not None:
             self.leader.call_off()
         if self.pool is not None:
@@ -154,15 +154,15 @@ class EngineParts:
     telemetry: TelemetryParts
     kv_events: KvEventParts
     are_several: bool
-    """Whether there may be more than one. Then pages are allocated as they are needed, not at once: others
+    """Whether there may be more than one. Then pages are allocated when needed, not all at once: other models
     need memory, too."""
     common: CommonParts
-    """The inference thread's."""
+    """Owned by the inference thread."""
     texts: KeptTexts = dataclasses.field(default_factory=KeptTexts)
 
     @classmethod
     def of(cls, config: Config, device: Device, clock: Clock) -> EngineParts:
-        """Wire them; raises StartError."""
+        """Wire the shared parts; raises StartError."""
         ssd = open_ssd(config, device=device, clock=clock)
         budget = MemoryBudget(memory_limit(config.engine.memory_limit_bytes, device))
         telemetry, kv_events = TelemetryParts(config), KvEventParts(config, clock)
@@ -189,8 +189,8 @@ def build_server(
     draft: ModelSource | None = None,
     membership: Membership | None = None,
 ) -> Server:
-    """Wire a server of one model, on its own or as rank 0 of a group. Reads the tokenizer; raises ModelError
-    when the folder has none to read."""
+    """Wire a server of one model, alone or as rank 0 of a group. Reads the tokenizer; raises ModelError if
+    the folder has none that can be read."""
     config, clock = suited(config, model), parts.clock
     if not config.cache.has_ssd:
         parts = dataclasses.replace(parts, ssd=None)
@@ -228,7 +228,7 @@ class OpenedEngine:
     running_limit: int
     clock: Clock
     held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-    """Closed at its end."""
+    """Closed when the engine ends."""
 
     @property
     def router(self) -> Router:
@@ -239,11 +239,11 @@ class OpenedEngine:
         return self.engine.error
 
     def worker_parts(self, config: Config) -> WorkerParts:
-        """Return what gateways may know of it."""
+        """Return what gateways may know about the model."""
         return worker_parts(config, self.source, running_limit=self.running_limit, kv_events=self.kv_events)
 
     def start(self) -> None:
-        """Begin to load."""
+        """Start loading."""
         if self.storage is not None:
             self.storage.start()
         self.seat.grammars.start()
@@ -251,12 +251,12 @@ class OpenedEngine:
         self.engine.start()
 
     def give_up(self) -> None:
-        """Leave its place in the SSD tier, where it is never to be started."""
+        """Give up its place in the SSD tier, if it will never be started."""
         if self.storage is not None:
             self.storage.close(deadline_time=self.clock.monotonic())
 
     async def end(self) -> None:
-        """End what runs, write RAM's blocks to SSD and give the memory back. May be called again."""
+        """End what runs, write RAM's blocks to SSD and free the memory. May be called again."""
         self.seat.close()
         self.engine.drain(grace_s=0.0)
         is_done = await asyncio.to_thread(self.engine.join, timeout_s=_END_S + self.engine.flush_timeout_s)
@@ -281,7 +281,7 @@ def open_engine(
 ) -> OpenedEngine:
     """Wire the engine of one model. Any thread; reads the tokenizer, and raises ModelError.
 
-    `expected_bytes` are what it will take beside others, 0 where there are none.
+    `expected_bytes` is what the model will take beside others, 0 if there are none.
     """
     device, clock = parts.device, parts.clock
     config = suited(config, model)
@@ -303,7 +303,7 @@ def open_engine(
     )
     images = image_reader(config, source)
     grammars = grammar_compilers(config, text.compiler)
-    # Last: nothing may fail behind it, since the model's place in the SSD tier is taken until it has ended.
+    # Last: nothing after it may fail, since the model holds its place in the SSD tier until it has ended.
     cache = build_cache_parts(
         config.cache,
         config.tenant,
@@ -314,7 +314,7 @@ def open_engine(
         post=parts.telemetry.watching(mailbox.post),
         as_group=None if leader is None else leader.open_tier,
     )
-    # A group's blocks are in parts, on as many machines.
+    # A group's blocks are split over its machines.
     block_files = BlockBytes() if config.cache.has_ssd and leader is None else None
     engine = Engine(
         settings=engine_settings(config, limits, expected_bytes=expected_bytes),
@@ -334,7 +334,7 @@ def open_engine(
 
 
 def engine_settings(config: Config, limits: SchedulerLimits, *, expected_bytes: int) -> EngineSettings:
-    """Return how the engine serves what its runner runs."""
+    """Return the settings of an engine, for what its runner runs."""
     return EngineSettings(
         limits=limits,
         waiting=WaitingLimits(
@@ -359,8 +359,8 @@ def build_runner(
     fingerprint_hex: str,
     leader: LeaderParts | None = None,
 ) -> ModelRunner | EncoderRunner | LeaderRunner:
-    """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder, and for a
-    group's encoder."""
+    """Create the runner of the model in a folder. Raises ModelError for a draft model with an encoder, and
+    for an encoder in a group."""
     if not reads_whole(source.path):
         own = ModelRunner(
             source=source,
@@ -387,7 +387,7 @@ def build_runner(
 
 
 def runner_settings(config: Config, device: Device, *, are_several: bool = False) -> RunnerSettings:
-    """Return the settings by which the model runs on this device."""
+    """Return the settings for running the model on this device."""
     return RunnerSettings(
         is_pipelined=device.runs_ahead,
         attention=Attention(config.engine.attention),
@@ -403,8 +403,8 @@ def runner_settings(config: Config, device: Device, *, are_several: bool = False
 
 
 def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
-    """Return what compiles response formats for the model's vocabulary."""
-    # A form is compiled twice, and may wait for another one.
+    """Return the compiler of response formats for the model's vocabulary."""
+    # A format is compiled twice, and may wait for another one.
     limits = ProbeLimits(
         cpu_s=max(1, round(config.server.grammar_timeout_s / 4)),
         stack_bytes=GrammarCompiler.stack_bytes(config.server.max_grammar_bytes),
@@ -418,20 +418,20 @@ def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) 
 
 
 def grammar_compilers(config: Config, compiler: GrammarCompiler) -> GrammarCompilers:
-    """Return the threads in which response formats are compiled."""
+    """Return the threads that compile response formats."""
     return GrammarCompilers(
         compiler, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
     )
 
 
 def image_reader(config: Config, source: ModelSource) -> ImageReader | None:
-    """Return the model's image reader, None for a model of text alone.
+    """Return the model's image reader; None if it reads only text.
 
-    Raises ModelError when the extra is missing or the folder has no processor.
+    Raises ModelError if the extra is missing or the folder has no processor.
     """
     if not sees_images(source.path):
         return None
-    # Of an optional extra.
+    # This needs an optional extra.
     from icehouse_server.vision.decoder import ImageLimits
     from icehouse_server.vision.image_reader import ImageReader
     from icehouse_server.vision.processor import open_processor
@@ -448,7 +448,7 @@ def image_reader(config: Config, source: ModelSource) -> ImageReader | None:
 
 
 def engine_limits(whole: Config, device: Device) -> SchedulerLimits:
-    """Return the scheduler's limits, with the device's defaults for 0."""
+    """Return the scheduler's limits; a setting of 0 gets the device's default."""
     config = whole.engine
     defaults = GPU_DEFAULTS if device.is_gpu else CPU_DEFAULTS
     chunk_token_count = config.prefill_chunk_token_count or defaults.prefill_chunk_token_count

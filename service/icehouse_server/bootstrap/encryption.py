@@ -1,7 +1,7 @@
-"""Cipher of the cache, from the configured key. `cryptography` is needed from here on only.
+"""Cipher of the cache, from the configured key. `cryptography` is needed only from here on.
 
-The key comes from a file or a command, never from a flag or a variable: every user of the machine can read a
-flag's value (`ps`), and whoever may debug the process a variable's.
+The key comes from a file or a command, never from a flag or a variable: every user of the machine can read
+flags (`ps`), and whoever may debug the process can read its variables.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.store_paths import StorePaths
 
 if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
+    # This needs an optional extra, and is loaded only if a key is configured.
     from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 _log = logging.getLogger("icehouse.boot")
 
 
 def open_cipher(cache: CacheConfig, files: Files, *, in_group: bool = False) -> Cipher | None:
-    """Return what a server encrypts its blocks with; None when no key is configured. The ranks of a group
-    share a data key, since the names of rank 0's blocks are those of all.
+    """Return the cipher for a server's blocks; None if no key is configured. The ranks of a group share a
+    data key, since rank 0 names the blocks of all ranks.
 
-    Makes the directory and its data key at the first start. Raises StartError: better no server
-    than one that writes prompts in the clear where a key was configured.
+    Creates the directory and its data key at the first start. Raises StartError: better no server than one
+    that writes prompts in the clear although a key was configured.
     """
     if not cache.is_encrypted:
         return None
@@ -55,7 +55,7 @@ def open_cipher(cache: CacheConfig, files: Files, *, in_group: bool = False) -> 
     try:
         opened = in_time(open_key)
     except OSError as error:
-        # A disk that only refuses to be written stops no start: the tier begins with writes off.
+        # A disk that only refuses writes stops no start: the tier begins with writes off.
         cipher = None
         with contextlib.suppress(OSError):
             cipher = in_time(
@@ -80,7 +80,7 @@ def open_cipher(cache: CacheConfig, files: Files, *, in_group: bool = False) -> 
 
 
 def find_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
-    """Return what opens the directory's blocks, for looking only; None without a key that does."""
+    """Return the cipher that opens the directory's blocks, read-only; None if the key opens no data key."""
     if not cache.is_encrypted:
         return None
     data_keys, master_key = encryption(), read_master_key(cache)
@@ -93,7 +93,7 @@ def find_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
 
 
 def encryption() -> ModuleType:
-    """Return the module of data keys. Raises StartError when `cryptography` is not installed."""
+    """Return the module of data keys. Raises StartError if `cryptography` is not installed."""
     try:
         from icehouse_server.storage.local.directory import data_keys
     except ImportError as error:
@@ -115,7 +115,7 @@ def _cipher(data_key: bytes, *, wrapped_key: bytes = b"") -> Cipher:
 def _existing_cipher(
     data_keys: ModuleType, files: Files, paths: StorePaths, master_key: bytes, *, is_shared: bool
 ) -> Cipher | None:
-    """Return the cipher of a data key that exists already, without writing anything."""
+    """Return the cipher of an existing data key, without writing anything."""
     data_key = data_keys.find_key(files, paths, master_key=master_key, is_shared=is_shared)
     return None if data_key is None else _cipher(data_key)
 
@@ -142,7 +142,7 @@ def new_key_text() -> str:
 
 
 def read_master_key(cache: CacheConfig) -> bytes | None:
-    """Return the configured key; None without one. Raises StartError when it cannot be had."""
+    """Return the configured key; None without one. Raises StartError if it is not available."""
     if cache.key_file is not None:
         return key_of_file(Path(cache.key_file))
     return None if cache.key_command is None else key_of_command(cache.key_command)

@@ -81,8 +81,8 @@ def follow(
 
 
 def _stop_on_signal(loop: FollowerLoop, *, grace_s: float) -> None:
-    """After a signal let rank 0 end the group, if it has begun: within so long, where it was told, too. A
-    second signal ends this rank at once."""
+    """After a signal, let rank 0 end the group if it has begun; this rank ends after `grace_s` at the latest.
+    A second signal ends it at once."""
     told = threading.Event()
 
     def on_signal(number: int, frame: object) -> None:

@@ -1,7 +1,7 @@
-"""Hub of models: fetches one into the cache on this machine.
+"""Hub of models: fetches models into the cache on this machine.
 
-The cache is the `huggingface_hub` library's, which other programs share; HF_HOME moves it. The library is
-imported when it is needed: that takes a while, and most servers serve a folder.
+The cache belongs to the `huggingface_hub` library and is shared with other programs; HF_HOME moves it. The
+library is imported when needed: that takes a while, and most servers serve a folder.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _log = logging.getLogger("icehouse.boot")
 
 _ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$", re.ASCII)
 _DENSE_FILES = "*_Dense/model.safetensors"
-"""Layers behind the pooling of an embedding model, each in a folder of its own."""
+"""Layers after the pooling of an embedding model, each in its own folder."""
 _TEXTS = ("*.json", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")
 _FILES = [*_TEXTS, WEIGHT_FILES, _DENSE_FILES]
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is of the hub's form, `owner/name`."""
+    """Whether a name has the form of a hub id, `owner/name`."""
     return _ID.match(name) is not None
 
 
 def fetch(hub_id: str, *, on_size: Callable[[ModelSize], None]) -> Path:
-    """Return the folder of a model, and download what of it is not in the cache.
+    """Return the folder of a model, after downloading what is missing from the cache.
 
-    `on_size` is told how much that is before it is downloaded, and may raise an IcehouseError. Raises
-    ModelError when the hub cannot be reached or does not give the model.
+    `on_size` gets the size of the download before it begins, and may raise an IcehouseError. Raises
+    ModelError if the hub cannot be reached or does not provide the model.
     """
     from huggingface_hub import snapshot_download
 
@@ -45,7 +45,7 @@ def fetch(hub_id: str, *, on_size: Callable[[ModelSize], None]) -> Path:
             on_size(size)
             _log.info("download_started", extra={"model": hub_id, "size_bytes": size.missing_bytes})
         return Path(snapshot_download(hub_id, allow_patterns=_FILES))
-    except IcehouseError:  # of `on_size`
+    except IcehouseError:  # from `on_size`
         raise
     except Exception as error:  # the hub client raises its own, its HTTP library's and plain OSErrors
         raise _refusal(hub_id, error) from error
@@ -82,7 +82,7 @@ def _size(hub_id: str) -> ModelSize:
 
 
 def _refusal(hub_id: str, error: Exception) -> ModelError:
-    """Return why there is no such model here, in words that say what to do."""
+    """Return why the model is not available, with what to do."""
     from huggingface_hub.errors import (
         DryRunError,
         GatedRepoError,

@@ -1,7 +1,8 @@
-"""Kept models: those on this machine that `icehouse pull` fetches and `rm` removes, and which are in use.
+"""Kept models: those on this machine that `icehouse pull` fetches and `rm` removes, and whether they are in
+use.
 
-They are the demo models that were made, and those in the hub's cache. A server holds a shared lock on the
-folders of the models that it serves as long as it runs, so that nobody removes them from under it.
+They are the demo models that were built, and those in the hub's cache. A running server holds a shared lock
+on the folders of its models, so that nobody removes them meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from icehouse_server.demo.models import DEMO_MODELS
 from icehouse_server.errors import ModelError, Reason
 
 if TYPE_CHECKING:
-    # Slow to import, as where it is used.
+    # Slow to import, so not imported at run time before it is used.
     from huggingface_hub import CachedRepoInfo, HFCacheInfo
 
 
@@ -36,23 +37,23 @@ class KeptModel:
     """A model on this machine."""
 
     name: str
-    """What `icehouse serve` takes."""
+    """The name for `icehouse serve`."""
     size_bytes: int
     read_time: float
-    """Unix time at which one of its files was read last, as far as the file system keeps it."""
+    """Unix time at which one of its files was last read, as far as the file system records it."""
     folder: Path
     is_in_use: bool
-    """A server of this machine has it; False where its file system knows no locks."""
+    """Whether a server on this machine uses it; False if the file system has no locks."""
 
 
 def kept_models() -> list[KeptModel]:
-    """Return every model that is here: the demo models, then what the hub's cache has, by name."""
+    """Return all models on this machine: the demo models, then those in the hub's cache, by name."""
     demos = [_demo_entry(name) for name, model in DEMO_MODELS.items() if is_built(model)]
     return demos + sorted(map(_hub_entry, cached_repos()), key=lambda model: model.name)
 
 
 def pull(name: str, *, on_progress: OnProgress) -> KeptModel:
-    """Fetch a model of the hub, or make a demo model, where it is not here yet. Raises ModelError."""
+    """Fetch a model from the hub, or build a demo model, if it is not here yet. Raises ModelError."""
     if name in DEMO_MODELS:
         demo = DEMO_MODELS[name]
         if not is_built(demo):
@@ -83,7 +84,7 @@ def find(name: str) -> KeptModel:
 
 
 def remove(model: KeptModel) -> None:
-    """Remove a model that is here. Raises ModelError when a server serves it, or the disk refuses."""
+    """Remove a model that is here. Raises ModelError if a server uses it or the disk refuses."""
     if model.is_in_use:
         raise ModelError(
             Reason.STORE_LOCKED,
@@ -124,10 +125,10 @@ def _scanned() -> HFCacheInfo:
 
 @contextlib.contextmanager
 def held(*folders: Path) -> Iterator[None]:
-    """Have these folders of models be in use while the block runs."""
+    """Mark these model folders as in use while the block runs."""
     with contextlib.ExitStack() as stack:
         for folder in folders:
-            # A file system without locks serves models, too.
+            # Models are also served from file systems without locks.
             with contextlib.suppress(OSError):
                 descriptor = os.open(folder, os.O_RDONLY)
                 stack.callback(os.close, descriptor)
@@ -141,7 +142,7 @@ def _demo_entry(name: str) -> KeptModel:
     return KeptModel(
         name=name,
         size_bytes=sum(file.st_size for file in files),
-        # Others are read to learn whether the model is there.
+        # Other files are read to learn whether the model is there.
         read_time=(folder / "model.safetensors").stat().st_atime,
         folder=folder,
         is_in_use=_is_in_use(folder),

@@ -1,5 +1,5 @@
 """Machine limits: the memory, heap and open files that this process may use, and the type of weights that
-suits it."""
+suits the machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 
 def memory_limit(configured_bytes: int, device: Device) -> int:
-    """Return the limit of model, KV and cache together in bytes. `configured_bytes` 0 derives it.
+    """Return the limit in bytes for model, KV and cache together. `configured_bytes` 0 derives it.
 
-    That is most of what is free on the device; where it reports no size (a CPU) of RAM, or of the container's
-    limit where that is lower. Never 0.
+    It is most of what is free on the device. If the device reports no size (a CPU), it is most of RAM, or of
+    the container's limit if that is lower. Never 0.
     """
     if configured_bytes or device.free_bytes:
         return configured_bytes or device.free_bytes or 0
@@ -36,7 +36,7 @@ def memory_limit(configured_bytes: int, device: Device) -> int:
 def cache_limit(configured_bytes: int, device: Device) -> int:
     """Return the RAM tier's limit in bytes. `configured_bytes` 0 derives it from the device.
 
-    On a CPU a share of what is free now, before the model is there.
+    On a CPU it is a share of what is free now, before the model is loaded.
     """
     if configured_bytes:
         return configured_bytes
@@ -47,7 +47,7 @@ def cache_limit(configured_bytes: int, device: Device) -> int:
 
 
 def container_limit_bytes(files: tuple[Path, ...]) -> int | None:
-    """Return the memory limit of this control group, None where there is none (versions 2 and 1)."""
+    """Return the memory limit of this control group; None if it has none (versions 2 and 1)."""
     for file in files:
         try:
             text = file.read_text(encoding="ascii").strip()
@@ -63,11 +63,11 @@ _LARGE_BYTES = 1 << 20
 
 
 def give_back_large_arrays() -> None:
-    """Have glibc map each allocation of 1 MiB or more by itself, and unmap it when it is freed.
+    """Have glibc map each allocation of 1 MiB or more separately, and unmap it when it is freed.
 
-    By default glibc raises that bound to 32 MiB and keeps such blocks in its heap, which fragments. With 256
-    streams for ten minutes the resident set grew by 12 %, and by less than 5 % with this (`make soak`, tiny
-    model, 2 x86 cores). Does nothing on other systems, or if the user set the bound.
+    By default glibc raises this threshold to 32 MiB and keeps such blocks in its heap, which fragments. With
+    256 streams for ten minutes the resident set grew by 12 %, and by less than 5 % with this (`make soak`,
+    tiny model, 2 x86 cores). Does nothing on other systems, or if the user set the threshold.
     """
     if platform.libc_ver()[0] != "glibc" or "MALLOC_MMAP_THRESHOLD_" in environment():
         return
@@ -75,10 +75,10 @@ def give_back_large_arrays() -> None:
 
 
 def freeze_objects() -> int:
-    """Exclude all present objects from garbage collection; return how many they are.
+    """Exclude all present objects from garbage collection; return their number.
 
-    A full collection visits some 120,000 objects of modules and model, and every thread waits for it: 0.08 to
-    0.12 s between two tokens, once every minute or two under load (2-core x86).
+    A full collection visits some 120,000 objects of modules and model while every thread waits: 0.08 to 0.12
+    s between two tokens, once every minute or two under load (2-core x86).
     """
     gc.collect()
     gc.freeze()
@@ -86,7 +86,7 @@ def freeze_objects() -> int:
 
 
 _OWN_FILE_COUNT = 256
-"""For what is no connection: blocks, manifest, weights, metrics, gateways, fetched images."""
+"""For files other than connections: blocks, manifest, weights, metrics, gateways, fetched images."""
 _MACOS_FILE_LIMIT = 10_240
 """OPEN_MAX: macOS may refuse more, even if its hard limit is unlimited."""
 
@@ -97,7 +97,7 @@ def wanted_file_count(*, connection_limit: int) -> int:
 
 
 def allow_open_files(wanted_count: int) -> int:
-    """Raise this process's limit of open files and sockets; return the limit that it got.
+    """Raise this process's limit of open files and sockets; return the resulting limit.
 
     The default is low (often 1,024 on Linux, 256 on macOS), and a process may raise it up to the hard limit.
     Never raises an error: with a lower limit the server serves fewer connections.
@@ -123,7 +123,7 @@ def _set_file_limit(soft: int, hard: int) -> bool:
 
 
 def weights_dtype(config: ModelConfig, device: Device) -> str:
-    """Return the type to load weights in, "" for the model's own.
+    """Return the type to load weights in; "" for the model's own.
 
     On a CPU with OpenBLAS float32 is by far the fastest type; the reference BLAS is slower with it.
     """

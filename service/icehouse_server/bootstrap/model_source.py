@@ -1,4 +1,4 @@
-"""Model source: finds, makes or downloads the folder of `--model`, and the model's name."""
+"""Model source: finds, builds or downloads the folder of `--model`, and names the model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from icehouse_server.text.tokenizer import Tokenizer
 from icehouse_server.text.tokenizer_archive import tokenizer_digest_hex
 
 OnSize = Callable[[str, ModelSize], None]
-"""Told a model's name and size as soon as that is known, before anything is fetched. It may raise an
+"""Called with a model's name and size as soon as it is known, before anything is fetched. May raise an
 IcehouseError."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedModels:
-    """The model of a server, and the one that guesses tokens for it."""
+    """The model of a server, and its draft model."""
 
     model: ModelSource
     draft: ModelSource | None
@@ -46,7 +46,7 @@ class ServedModels:
 
 
 def served_name(config: ModelConfig) -> str:
-    """Return the name that callers know a model by; it need not be here yet."""
+    """Return the name that callers use for a model; it need not be here yet."""
     if config.model_name is not None:
         return config.model_name
     if config.model in DEMO_MODELS:
@@ -58,12 +58,12 @@ def served_name(config: ModelConfig) -> str:
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder that a model's name may be; the home of nobody leads to none."""
+    """Return the folder that a model's name may mean; it may not exist."""
     return Path(os.path.expanduser(name))
 
 
 def may_be_found(name: str) -> bool:
-    """Whether this is a folder that is here, a demo model, or of the form of a hub id."""
+    """Whether this is an existing folder, a demo model, or has the form of a hub id."""
     return name in DEMO_MODELS or folder_of(name).is_dir() or hub.is_hub_id(name)
 
 
@@ -85,10 +85,10 @@ def locate_model(
     on_size: OnSize = lambda model, size: None,
     dtype: str = "",
 ) -> ModelSource:
-    """Return where `config.model` is, and its name; makes (demo) or downloads (hub id) it when needed.
+    """Return where `config.model` is, and its name; builds (demo) or downloads (hub id) it if needed.
 
-    `on_size` is told the size before that, and then what is here when it is loaded as `dtype`. Raises
-    ModelError saying what to do, and what `on_size` raises.
+    `on_size` is called with the size before that, and then with the size when loaded as `dtype`. Raises
+    ModelError that says what to do, and what `on_size` raises.
     """
     folder = folder_of(config.model)
 
@@ -133,17 +133,18 @@ def check_files(folder: Path) -> None:
 
 
 def find_sight(path: Path) -> Sight:
-    """Return whether images would be served for a model folder. Raises ModelError for no such folder."""
+    """Return whether images would be served for a model folder. Raises ModelError if there is no such
+    folder."""
     return sight_of(path)
 
 
 def find_reply_format(path: Path) -> ReplyFormatInfo | None:
-    """Return how replies of the model would be parsed; None without a chat template. Raises ModelError."""
+    """Return how the model's replies would be parsed; None without a chat template. Raises ModelError."""
     return load_tokenizer(ModelSource(path, model_id=path.name)).reply_format
 
 
 def suited(config: Config, model: ModelSource) -> Config:
-    """Return the settings that suit a model: an encoder, which keeps nothing of a text, needs no cache."""
+    """Return the settings that suit a model: an encoder keeps no state of a text, so it needs no cache."""
     if not reads_whole(model.path):
         return config
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=False))
@@ -158,19 +159,19 @@ class ModelText:
 
 
 class KeptTexts:
-    """The texts of models that were opened, for when they come back. For one caller at a time.
+    """The texts of models that were opened, kept in case they are loaded again. One caller at a time.
 
-    Reading 262,144 tokens for the compiler holds Python's lock for two seconds: all models' tokens wait.
+    Reading 262,144 tokens for the compiler holds Python's lock for two seconds, and all models' tokens wait.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[str, ModelText]] = {}
-        """By the models' names, with the digest of the tokenizer's files."""
+        """By model name, with the digest of the tokenizer's files."""
 
     def read(self, source: ModelSource, make_compiler: Callable[[Tokenizer], GrammarCompiler]) -> ModelText:
-        """Return a model's text, read again where a file of its tokenizer has changed. Raises ModelError."""
+        """Return a model's text, read again if a tokenizer file has changed. Raises ModelError."""
         digest, kept = tokenizer_digest_hex(source.path), self._kept.get(source.model_id)
-        # What comes with code of its own may be made of any file of the folder.
+        # A tokenizer with its own code may depend on any file of the folder.
         if kept is not None and kept[0] == digest and not source.trust_remote_code:
             return kept[1]
         tokenizer = load_tokenizer(source)
@@ -180,7 +181,7 @@ class KeptTexts:
 
 
 def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSource:
-    """Return what to load; raises ModelError when an adapter's folder holds none."""
+    """Return what to load; raises ModelError if an adapter's folder contains no adapter."""
     return dataclasses.replace(
         model,
         dtype=dtype,
@@ -191,7 +192,7 @@ def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSour
 
 
 def check_adapters(config: ModelConfig) -> None:
-    """Raise ModelError for an adapter's folder that holds none. Their weights are not read."""
+    """Raise ModelError for an adapter's folder without an adapter. Weights are not read."""
     for folder in map(
         Path, [*(named.path for named in config.adapters), *filter(None, [config.adapter_path])]
     ):
@@ -201,7 +202,7 @@ def check_adapters(config: ModelConfig) -> None:
 
 
 def adapter_source(named: NamedPath) -> AdapterSource:
-    """Return an adapter of the config; raises ModelError when its folder holds none."""
+    """Return an adapter of the config; raises ModelError if its folder contains none."""
     path = Path(named.path)
     if path.is_dir():
         check_files(path)

@@ -1,4 +1,4 @@
-"""Pool parts: a server of several models, each found and opened when the pool asks for it."""
+"""Pool parts: a server of several models, each located and opened when the pool asks for it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.rpc_server import RpcServer
 
 if TYPE_CHECKING:
-    # Of an optional extra.
+    # This needs an optional extra.
     from icehouse_server.rpc.worker.worker_info import WorkerModels
 
 _log = logging.getLogger("icehouse.boot")
 
 
 def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
-    """Wire a server of several models, none of which is opened yet. On the event loop; raises ConfigError for
-    names that two of them have."""
+    """Wire a server of several models, without opening any. On the event loop; raises ConfigError if two of
+    them have the same name."""
     parts = EngineParts.of(config, device, clock)
     configs = {served_name(model): config.of_model(model) for model in config.models}
     terms = [
@@ -77,7 +77,7 @@ def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
 
 
 def check_names(terms: list[ModelTerms]) -> None:
-    """Raise ConfigError for a name that two models have, or one model twice."""
+    """Raise ConfigError if a name is used for two models, or twice for one."""
     seen: set[str] = set()
     for each in terms:
         for name in (each.name, *each.aliases):
@@ -102,7 +102,7 @@ class PooledModels:
         loop: asyncio.AbstractEventLoop,
         worker: WorkerModels | None,
     ) -> None:
-        """`worker` learns of each model that is opened."""
+        """`worker` is told about each model that is opened."""
         self._configs = configs
         self._parts = parts
         self._loop = loop
@@ -113,7 +113,7 @@ class PooledModels:
         room, model = Room(memory_limit_bytes=self._parts.budget.limit_bytes), self._configs[name].model
 
         def check(asked: str, size: ModelSize) -> None:
-            # Callers hear of it, so no folder is named.
+            # Callers see the message, so it names no folder.
             what = name if asked == model.model else f"the draft model of {name}"
             try:
                 room.check(what, size)
@@ -131,7 +131,7 @@ class PooledModels:
         return needs
 
     def _needs(self, name: str, found: ServedModels, dtype: str) -> ModelNeeds:
-        """Return what a model takes, and a prompt of one chunk, as far as its config.json says."""
+        """Return the memory for a model and for a prompt of one chunk, as far as its config.json tells."""
         whole, device = self._configs[name], self._parts.device
         config = read_config(found.model.path)
         compute_bytes = 4 if dtype == "float32" else value_bytes(config)
@@ -146,7 +146,7 @@ class PooledModels:
         if self._worker is not None:
             known = self._worker.parts
             known[name] = opened.worker_parts(self._configs[name])
-            # What it had in memory goes with its engine; gateways may still ask what it is.
+            # Its KV events end with its engine; gateways may still ask about the model.
             stack.callback(lambda: known.update({name: dataclasses.replace(known[name], kv_events=None)}))
 
     def open(self, name: str) -> OpenedEngine:
@@ -164,7 +164,7 @@ class PooledModels:
                 parts=self._parts,
                 expected_bytes=weight_bytes,
             )
-            # Gateways are told what its files say, which may be a lie.
+            # Gateways are told what the model's files say, and reading that may fail.
             with contextlib.ExitStack() as unsound:
                 unsound.callback(opened.give_up)
                 self._tell_gateways(name, opened, stack)

@@ -1,5 +1,5 @@
-"""Preflight: what a start refuses at once. Finding and loading a model may take minutes, after which nobody
-wants to hear of a wrong setting."""
+"""Preflight: what makes a start fail at once. Finding and loading a model may take minutes, and nobody wants
+to learn of a wrong setting only then."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from icehouse_server.rpc.listen_address import check_address, check_free, check_
 
 
 def check_settings(config: Config) -> None:
-    """Raise IcehouseError for an address that is taken or open to others, and for files and folders that
-    cannot be used. Making a server's parts refuses other settings, before a model is looked for, too."""
+    """Raise IcehouseError for an address that is taken or open to others, and for unusable files and folders.
+    Wiring a server's parts refuses other settings, also before a model is located."""
     check_address(config.server, config.security)
     check_free(config.server)
     for port in config.worker_ports:

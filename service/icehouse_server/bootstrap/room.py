@@ -1,4 +1,4 @@
-"""Room for models: whether disk and memory hold them, checked before they are fetched and loaded."""
+"""Room for models: whether disk and memory can hold them, checked before they are fetched and loaded."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from icehouse_server.errors import ModelError, Reason, StartError, size_text
 
 WEIGHT_FILES = "model*.safetensors"
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
-"""Of one value, by the names that safetensors has for types."""
+"""Bytes per value, by the type names of safetensors."""
 _HELD_FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _TOWER_WEIGHT = re.compile("vision|visual|projector|connector")
-"""What weights of a vision tower are called."""
+"""Matches names of a vision tower's weights."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What a model takes, as far as that is known before it is there."""
+    """What a model takes, as far as it is known before it is there."""
 
     weight_bytes: int
-    """In memory, where its files are here; else of its files, and 0 where that is not known."""
+    """In memory if its files are here; otherwise the size of its files, or 0 if that is not known."""
     missing_bytes: int
-    """Of files that are not here yet."""
+    """Size of the files that are not here yet."""
     place: Path
-    """The folder that the missing ones go to, whether or not it exists."""
+    """The folder for the missing files, whether or not it exists."""
 
 
 class Room:
-    """What this machine has for the models of one server; several are added up."""
+    """The space of this machine for the models of one server; sizes of several models are added up."""
 
     def __init__(self, *, memory_limit_bytes: int) -> None:
         self._memory_limit_bytes = memory_limit_bytes
@@ -46,8 +46,8 @@ class Room:
         return sum(self._weight_bytes.values())
 
     def check(self, model: str, size: ModelSize) -> None:
-        """Raise StartError when memory cannot hold the weights, and what `check_disk` raises. What is told
-        again of a model replaces what was told before."""
+        """Raise StartError if memory cannot hold the weights, and what `check_disk` raises. A new size of a
+        model replaces its previous one."""
         self._weight_bytes[model] = size.weight_bytes
         if self.weight_bytes > self._memory_limit_bytes:
             raise StartError(
@@ -61,7 +61,7 @@ class Room:
 
 
 def check_disk(model: str, size: ModelSize) -> None:
-    """Raise ModelError when the disk cannot hold what is missing."""
+    """Raise ModelError if the disk cannot hold what is missing."""
     folder = existing_folder(size.place)
     free_bytes = shutil.disk_usage(folder).free
     if size.missing_bytes > free_bytes:
@@ -80,21 +80,20 @@ def existing_folder(path: Path) -> Path:
 
 
 def folder_size(folder: Path, *, dtype: str = "") -> ModelSize:
-    """Return the size of a model's folder, of which nothing is missing, when it is loaded in this type; ""
-    is the model's own."""
+    """Return the size of a complete model folder when it is loaded as `dtype`; "" is the model's own type."""
     return ModelSize(held_bytes(folder, dtype=dtype), 0, folder)
 
 
 def held_bytes(folder: Path, *, dtype: str) -> int:
-    """Return what the weights of a folder take in memory: never too little, as far as their files say.
+    """Return what the weights of a folder take in memory: never too little, as far as their files tell.
 
-    Loading converts floating numbers to `dtype`, but no language model that is quantized; beside one there
-    may be a vision tower that is not.
+    Loading converts floating-point numbers to `dtype`, except in a quantized language model; its vision
+    tower, if any, may not be quantized.
     """
     try:
         tensors = [each for file in folder.glob(WEIGHT_FILES) for each in _tensors(file)]
     except (OSError, ValueError, AttributeError, LookupError, TypeError):
-        # Whoever loads it says what is wrong with it.
+        # Loading will report what is wrong.
         return sum(file.stat().st_size for file in folder.glob(WEIGHT_FILES))
     is_quantized = any(name.endswith(".scales") for name, _, _ in tensors)
     total_bytes = 0
@@ -104,15 +103,15 @@ def held_bytes(folder: Path, *, dtype: str) -> int:
         if value_bytes is None or is_kept:
             total_bytes += size_bytes
         else:
-            # MLX has no type of eight bits: these become the model's own of sixteen.
+            # MLX has no 8-bit floats: they become the model's own 16-bit type.
             own_bytes = max(2, value_bytes)
             total_bytes += size_bytes // value_bytes * _HELD_FLOAT_BYTES.get(dtype, own_bytes)
     return total_bytes
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield name, type and bytes of each tensor in a file of weights. Raises ValueError where it is none, and
-    others for a header of another form."""
+    """Yield name, type and bytes of each tensor in a weight file. Raises ValueError if it is not one, and
+    other errors for a malformed header."""
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(8), "little")
         if header_bytes > os.fstat(opened.fileno()).st_size:

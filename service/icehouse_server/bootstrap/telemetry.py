@@ -1,5 +1,5 @@
-"""Telemetry as the configuration wants it: what watches calls, metrics endpoint, status page; and what
-gateways are told of each model and its blocks."""
+"""Telemetry as configured: call watchers, metrics endpoint, status page; and what gateways learn about each
+model and its blocks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
 from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
 
 if TYPE_CHECKING:
-    # Of an optional extra.
+    # These need an optional extra.
     from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
     from icehouse_server.rpc.worker.worker_info import WorkerModels, WorkerParts
 
-    # Slow to import: only who asks for metrics or traces pays for it.
+    # Slow to import: only users of metrics or traces pay for it.
     from icehouse_server.telemetry.call_spans import CallSpans
     from icehouse_server.telemetry.prometheus import MetricsServer, PrometheusMeter
 
@@ -50,7 +50,7 @@ _ANSWER_TIMEOUT_S = 3.0
 
 
 class TelemetryParts:
-    """Made before the RPC server, started when that listens, stopped last."""
+    """Created before the RPC server, started once that listens, stopped last."""
 
     def __init__(self, config: Config) -> None:
         settings = config.telemetry
@@ -98,7 +98,7 @@ class TelemetryParts:
         return pass_on
 
     def start(self, rpc: RpcServer, clock: Clock) -> None:
-        """Open the metrics endpoint; raises StartError when its address cannot be had. Event loop only."""
+        """Open the metrics endpoint; raises StartError if its address is not available. Event loop only."""
         settings, meter = self._config.telemetry, self._meter
         if settings.metrics_port is None or meter is None:
             return
@@ -130,7 +130,7 @@ def _open_spans(settings: TelemetryConfig) -> CallSpans | None:
     if settings.traces_endpoint is None:
         return None
     with imports_of_extra("otel", setting="telemetry.traces_endpoint"):
-        # Slow to import, too: only who asks for traces pays for it.
+        # Slow to import, too: only users of traces pay for it.
         from icehouse_server.telemetry.call_spans import CallSpans, otlp_exporter
     return CallSpans(
         otlp_exporter(settings.traces_endpoint),
@@ -140,7 +140,7 @@ def _open_spans(settings: TelemetryConfig) -> CallSpans | None:
 
 
 def check_status_page(config: Config) -> None:
-    """Raise StartError where the page would show text to other machines."""
+    """Raise StartError if the page would show text to other machines."""
     settings = config.telemetry
     is_guarded = config.security.allow_insecure_public or is_loopback(settings.metrics_host)
     if settings.status_page_text_enabled and not is_guarded:
@@ -157,7 +157,7 @@ def check_status_page(config: Config) -> None:
 def open_status_page(
     config: Config, observation: Observation, *, meter: PrometheusMeter, clock: Clock
 ) -> StatusPage:
-    """Return the page of the server on this event loop."""
+    """Return the status page of the server on this event loop."""
     loop = asyncio.get_running_loop()
     settings = config.telemetry
     shows_text = settings.status_page_text_enabled
@@ -179,7 +179,7 @@ def open_status_page(
 def _read_on(
     loop: asyncio.AbstractEventLoop, observation: Observation, *, with_tokens: bool
 ) -> ServerStatus | None:
-    """Read the status from another thread; None when the loop is too busy, or closed."""
+    """Read the status from another thread; None if the loop is too busy, or closed."""
     reading = observation.read_status(with_tokens=with_tokens)
     try:
         future = asyncio.run_coroutine_threadsafe(reading, loop)
@@ -196,7 +196,7 @@ def _read_on(
 def kv_event_source(
     config: Config, log: BlockLog, *, engine: EnginePort, router: Router, clock: Clock
 ) -> KvEventSource:
-    """Return what follows the blocks of a model, once somebody asks."""
+    """Return the source of a model's KV events, which follows its blocks once somebody asks."""
     return KvEventSource(
         log,
         settings=config.kv_events,
@@ -208,8 +208,8 @@ def kv_event_source(
 
 
 class KvEventParts:
-    """KV events over ZeroMQ, as the configuration wants them. Raises StartError for an endpoint that reaches
-    others, and ConfigError without the extra."""
+    """KV events over ZeroMQ, as configured. Raises StartError for an endpoint that other machines can reach,
+    and ConfigError without the extra."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self._settings = config.kv_events
@@ -222,8 +222,8 @@ class KvEventParts:
         self._publisher = _zmq_publisher(config, clock)
 
     def start(self, address_of: Callable[[str], str]) -> None:
-        """Publish for the server at these addresses of its models; raises StartError when the endpoint cannot
-        be had."""
+        """Publish for the server at these addresses of its models; raises StartError if the endpoint is not
+        available."""
         if self._publisher is not None:
             _log.info("kv_events_opened", extra={"endpoint": self._publisher.start()})
             self._address_of = address_of
@@ -231,13 +231,13 @@ class KvEventParts:
                 self._publisher.add(self._topic(model), source)
 
     def add(self, model: str, source: KvEventSource) -> None:
-        """Publish what a model with a new engine has. Event loop only."""
+        """Publish the events of a model with a new engine. Event loop only."""
         self._sources[model] = source
         if self._publisher is not None and self._address_of is not None:
             self._publisher.add(self._topic(model), source)
 
     async def remove(self, model: str) -> None:
-        """Follow a model no longer, whose engine ends."""
+        """Stop following a model whose engine ends."""
         source = self._sources.pop(model, None)
         if source is None:
             return
@@ -288,7 +288,7 @@ def _zmq_publisher(config: Config, clock: Clock) -> ZmqPublisher | None:
 
 
 def _is_private(endpoint: str) -> bool:
-    """Whether only this machine can reach what is sent to a ZeroMQ endpoint."""
+    """Whether only this machine can reach a ZeroMQ endpoint."""
     scheme, _, address = endpoint.removeprefix(CONNECT_PREFIX).partition("://")
     if scheme in ("ipc", "inproc"):
         return True
@@ -299,7 +299,7 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 def worker_models(config: Config, *, ports: Mapping[str, int]) -> WorkerModels | None:
-    """Return what gateways may use, None if the worker protocol is off. Raises ConfigError without its
+    """Return what gateways may use; None if the worker protocol is off. Raises ConfigError without its
     extra."""
     if not config.fleet.worker_enabled:
         return None
@@ -311,8 +311,8 @@ def worker_models(config: Config, *, ports: Mapping[str, int]) -> WorkerModels |
 def worker_parts(
     config: Config, source: ModelSource, *, running_limit: int, kv_events: KvEventSource
 ) -> WorkerParts:
-    """Return the parts of the worker protocol of a model."""
-    # Of an optional extra.
+    """Return a model's parts of the worker protocol."""
+    # These need an optional extra.
     from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
     from icehouse_server.rpc.worker.worker_info import WorkerParts
 
@@ -336,7 +336,7 @@ def worker_parts(
 
 
 def _token_id(model: Mapping[str, Any], key: str) -> int:
-    """Return a token of the model's configuration; 0 if it has none, as the protocol wants it."""
+    """Return a token id from the model's configuration; 0 if it has none, as the protocol requires."""
     found = model.get(key)
     first = found[0] if isinstance(found, list) and found else found
     return first if isinstance(first, int) and first >= 0 else 0

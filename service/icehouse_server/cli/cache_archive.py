@@ -29,7 +29,7 @@ from icehouse_server.storage.local.directory.directory_exchange import (
 from icehouse_server.storage.local.directory.offline import OfflineStore
 
 if TYPE_CHECKING:
-    # Of an optional extra.
+    # This needs an optional extra.
     from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 _PIPE = "-"
@@ -106,7 +106,7 @@ def _parts(
     block: str,
     progress: Callable[[int], None],
 ) -> Iterator[bytes]:
-    """Yield an archive's bytes, and put what it was made of into `report`."""
+    """Yield an archive's bytes, and put a report of its contents into `report`."""
     config, files, cipher = _settings_of(directory)
     if not os.path.isdir(config.block_directory):
         raise UsageError(f"there is no cache in {config.block_directory}; say where a server made one")

@@ -41,7 +41,7 @@ Directory = Annotated[
 _EXIT_FOUND = 1
 _SECONDS_PER_DAY = 86_400
 _HARMLESS = frozenset({Finding.UNKNOWN, Finding.RESTAMPED})
-"""Shown by `check`, but nothing that could be called damage."""
+"""Shown by `check`, but not damage."""
 
 
 @app.command("ls")
@@ -133,7 +133,7 @@ def check(directory: Directory = None, as_json: AsJson = False) -> None:
         for item in found:
             detail = f" ({item.detail})" if item.detail else ""
             line = f"{item.finding}: {item.path or (item.hash or b'').hex()}{detail}"
-            # Whoever may write the directory chose the names in it.
+            # Whoever can write to the directory chose these names.
             out.print(harmless(line).replace("\n", " "), markup=False)
         counts = ", ".join(f"{n} x {finding}" for finding, n in Counter(i.finding for i in found).items())
         out.print(f"{file_count} files, {counts or 'nothing to repair'}")
@@ -198,7 +198,7 @@ def purge(
     store = _open_existing(directory)
     before_time = SystemClock().wall() - (unused_days or 0) * _SECONDS_PER_DAY
     wanted_hash = store.find(block).hash if block else None
-    # Everything goes whatever the manifest says, and if it says nothing that can be read.
+    # Everything is removed whatever the manifest says, even if it is unreadable.
     rows = Rows((), (), {}) if everything else store.rows()
 
     def choose(record: BlockRecord) -> bool:
@@ -225,7 +225,7 @@ def purge(
 
 
 def _open(directory: Path | None) -> OfflineStore:
-    """Return the directory's store; raises StorageError when there is something that is no directory."""
+    """Return the directory's store; raises StorageError if the path is not a readable directory."""
     flags = {} if directory is None else {"cache.directory": str(directory)}
     config = load_config(flags=flags, file=None).config.cache
     where = config.block_directory
@@ -240,7 +240,7 @@ def _open(directory: Path | None) -> OfflineStore:
 
 
 def _open_existing(directory: Path | None) -> OfflineStore:
-    """Return the store of a directory that some server has made; raises StorageError without one."""
+    """Return the store of a directory that a server has made; raises StorageError if there is none."""
     store = _open(directory)
     if not os.path.isdir(store.paths.blocks):
         raise StorageError(
@@ -293,7 +293,7 @@ def record_facts(record: BlockRecord) -> dict[str, object]:
 
 
 def fact_text(name: str, value: object) -> str:
-    """Return one of a row's facts for people: sizes with units, local times."""
+    """Return one fact of a row for people: sizes with units, local times."""
     if name in _BYTES and isinstance(value, int):
         return f"{value:,} bytes" + (f" ({size_text(value)})" if value >= 1024 else "")
     if name in _TIMES and isinstance(value, float):
@@ -314,7 +314,7 @@ def model_text(details: Mapping[str, str], fingerprint: Fingerprint) -> str:
 
 
 def marks_text(record: BlockRecord, now_time_s: float) -> str:
-    """Return what is special about a block, "" for nothing."""
+    """Return what is special about a block, or ""."""
     marks = {
         "pinned": record.pin_end_time > now_time_s,
         "tail": record.token_count < record.block_token_limit,

@@ -1,4 +1,4 @@
-"""`icehouse doctor`: is this machine ready to serve? One line per question, each with what to do."""
+"""`icehouse doctor`: is this machine ready to serve? One line per question, with what to do."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ _fail = functools.partial(Answer, CheckVerdict.FAIL)
 
 
 def _refused(error: IcehouseError) -> Answer:
-    """Return why a server would not start, whose own words end with what to do."""
+    """Return why a server would not start; its own message ends with what to do."""
     what, _, advice = error.message.partition("; ")
     return _fail(what, advice)
 
 
 _SKEW_LIMIT_S = 1.0
-"""Between two machines of a group."""
+"""Largest clock difference between two machines of a group."""
 _MEMORY_WANTED_BYTES = 4 << 30
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "safetensors", "sqlite-utils")
 
@@ -111,7 +111,7 @@ def check_versions(config: Config) -> Answer:
 
 
 def check_device(config: Config) -> Answer:
-    """Can MLX be loaded, and on what does it run?"""
+    """Can MLX be loaded, and what does it run on?"""
     try:
         device = find_device()
     except ImportError as error:
@@ -153,7 +153,7 @@ def _device() -> Device | None:
 
 
 def check_files(config: Config) -> Answer:
-    """May as many connections be open as the settings let in?"""
+    """Does the system allow as many open connections as the settings?"""
     wanted = wanted_file_count(connection_limit=config.connection.connection_limit)
     allowed = allow_open_files(wanted)
     detail = f"{allowed} files and sockets may be open, {wanted} are wanted"
@@ -178,7 +178,7 @@ def check_blas(config: Config) -> Answer:
 
 
 def check_model(config: Config) -> Answer:
-    """Is the model there, or can it be had?"""
+    """Is the model there, or can it be fetched?"""
     try:
         check_adapters(config.model)
     except ModelError as error:
@@ -201,7 +201,7 @@ def check_model(config: Config) -> Answer:
 
 
 def _check_sight(folder: Path) -> Answer:
-    """Is there what reads the images of a model that sees?"""
+    """Is the package that reads images installed for a model that sees?"""
     try:
         sight = find_sight(folder)
     except ModelError as error:
@@ -216,7 +216,7 @@ def _check_sight(folder: Path) -> Answer:
 
 
 def check_replies(config: Config) -> Answer:
-    """Which notation of reasoning and calls would be read, and from what is that known?"""
+    """How would reasoning and calls in replies be parsed, and how is that known?"""
     folder = expanded(config.model.model)
     if not (folder / "config.json").is_file():
         return _ok("known once the model is here")
@@ -234,7 +234,7 @@ def check_replies(config: Config) -> Answer:
 
 
 def check_address(config: Config) -> Answer:
-    """Is the port free, or a server of ours there?"""
+    """Is the port free, or does our server have it?"""
     try:
         check_free(config.server)
     except StartError as error:
@@ -248,7 +248,7 @@ def check_address(config: Config) -> Answer:
 
 
 def _check_listener(config: Config, taken: StartError) -> Answer:
-    """Is what listens there a server of ours?"""
+    """Is our server listening there?"""
     found, address = find_own_server(config.server, config.security), _shown_address(config)
     if found is OwnServer.RUNNING:
         return _ok(f"{address}: a server of yours is running")
@@ -260,7 +260,7 @@ def _check_listener(config: Config, taken: StartError) -> Answer:
 
 
 def check_access(config: Config) -> Answer:
-    """Can the files of tokens and certificates be used?"""
+    """Can the token and certificate files be used?"""
     security = config.security
     try:
         check_secrets(security)
@@ -275,7 +275,7 @@ def check_access(config: Config) -> Answer:
 
 
 def check_http(config: Config) -> Answer:
-    """Is the port of the HTTP APIs free, or a server's of ours?"""
+    """Is the port of the HTTP APIs free, or does our server have it?"""
     http = config.http
     if http.port is None:
         return _ok("off; --http-port 8000 offers OpenAI's and Anthropic's APIs")
@@ -318,7 +318,7 @@ def check_group(config: Config) -> Answer:
 
 
 def _check_link(config: Config, membership: Membership, shown: str) -> Answer:
-    """Does rank 0 have the same versions, settings and time, and how fast is the way there?"""
+    """Does rank 0 have the same versions, settings and time, and how fast is the connection?"""
     device = _device()
     facts = {} if device is None else known_facts(config, device)
     try:
@@ -352,7 +352,7 @@ def _shown_address(config: Config) -> str:
 
 
 def check_disk(config: Config) -> Answer:
-    """Is there space for the SSD tier, and may it be written?"""
+    """Is there space for the SSD tier, and may we write there?"""
     if not config.cache.has_ssd:
         return _ok("the SSD tier is off")
     folder = config.cache.block_directory
@@ -369,7 +369,7 @@ def check_disk(config: Config) -> Answer:
 
 
 def check_cache(config: Config) -> Answer:
-    """How is the cache directory: whose, how full, closed cleanly, anything damaged in it?"""
+    """Who uses the cache directory, how full is it, was it closed cleanly, is anything in it damaged?"""
     folder = config.cache.block_directory
     if not config.cache.has_ssd:
         return _ok("the SSD tier is off")
@@ -381,7 +381,7 @@ def check_cache(config: Config) -> Answer:
     if owner is not None and find_own_server(config.server, config.security) is not OwnServer.ABSENT:
         used += f", in use by the server that runs (process {owner})"
     elif owner is not None:
-        # Only we take that lock, so it is a server of ours, which listens elsewhere than these settings say.
+        # Only our servers take that lock, so one of them runs and listens elsewhere than these settings say.
         detail = f"{folder}: {used}, in use by process {owner}, which is not at {_shown_address(config)}"
         advice = "name its --port to look at that one; another server needs another --cache-directory"
         return _warn(detail, advice)
@@ -399,7 +399,7 @@ def check_cache(config: Config) -> Answer:
 
 
 def check_encryption(config: Config) -> Answer:
-    """Are blocks encrypted, and does the key open those that are there?"""
+    """Are blocks encrypted, and does the key open the existing ones?"""
     cache = config.cache
     if not cache.has_ssd:
         return _ok("the SSD tier is off")
@@ -418,12 +418,12 @@ def check_encryption(config: Config) -> Answer:
 
 
 def _owner(store: StorePaths) -> str | None:
-    """Return the process id that the lock's holder wrote down, None when nobody holds the lock."""
+    """Return the process id that the lock's holder wrote down; None if nobody holds the lock."""
     files = Files()
     try:
         lock = files.open(store.lock)
         try:
-            # A shared lock, given back at once: two doctors do not disturb each other.
+            # A shared lock, released at once, so that two doctors do not disturb each other.
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return read_text(files, store.lock, limit_bytes=64).strip() or "unknown"
@@ -435,7 +435,7 @@ def _owner(store: StorePaths) -> str | None:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Return the bytes of every file below `folder`; files that go meanwhile count nothing."""
+    """Return the bytes of all files below `folder`; files that vanish meanwhile do not count."""
     total_bytes = 0
     for folder_path, _, names in os.walk(folder):
         for name in names:

@@ -1,4 +1,4 @@
-"""Command line options made from the declared settings, so that none is written twice.
+"""Command line options derived from the declared settings, so that none is written twice.
 
 `icehouse config`: the effective settings and where each came from.
 """
@@ -47,7 +47,7 @@ OFTEN_SET: Mapping[str, tuple[str, ...]] = {
         *("fleet.worker_enabled", "telemetry.metrics_port", "telemetry.status_page_enabled"),
     ),
 }
-"""Settings that `--help` shows, by the group that they have there; `--help-all` shows every one."""
+"""Settings that `--help` shows, by group; `--help-all` shows all of them."""
 
 _OFTEN_SET_PANELS = {key: panel for panel, keys in OFTEN_SET.items() for key in keys}
 
@@ -55,10 +55,10 @@ _SHOWS_ALL = "icehouse_server.cli.flags.shows_all"
 
 
 class SettingsCommand(PlainCommand):
-    """A command with an option for every setting: its help is one screen, unless all of it is asked for."""
+    """A command with an option for every setting: its help is one screen unless all of it is asked for."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help: what is often set, or everything with its variable. Shells complete all of it."""
+        """Write the help: common settings, or all with their variables. Shells complete all of them."""
         shows_all = ctx.meta.get(_SHOWS_ALL, False)
         settings = {_parameter_name(s): s for s in SETTINGS}
         options = [p for p in self.params if isinstance(p, TyperOption) and p.name in settings]
@@ -77,10 +77,10 @@ class SettingsCommand(PlainCommand):
 
 
 def with_settings(command: Callable[..., None], *, takes_model: bool = False) -> Callable[..., None]:
-    """Give `command` an option for every setting, and `--config`, instead of its parameter `loaded`.
+    """Give `command` an option for every setting, and `--config`, in place of its parameter `loaded`.
 
-    It is called with the merged, validated configuration. With `takes_model` the model can be said without
-    its flag, too, and several can.
+    It is called with the merged, validated configuration. With `takes_model` the model can also be given
+    without its flag, and there can be several.
     """
 
     def loaded_of(**given: Any) -> LoadedConfig:
@@ -109,7 +109,7 @@ def _parameter_name(setting: Setting) -> str:
 
 
 def _ordered() -> list[Setting]:
-    """Return the settings with those that are often set before all others, in the order of their groups."""
+    """Return the settings, the common ones first, in the order of their groups."""
     often = list(_OFTEN_SET_PANELS)
     return sorted(SETTINGS, key=lambda s: often.index(s.key) if s.key in often else len(often))
 
@@ -143,7 +143,7 @@ def _keyword(name: str, annotation: Any, *, default: object = None) -> inspect.P
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
-    # Text options, whatever the kind: `Setting.parse` reads flags, variables and files alike.
+    # Always text options: `Setting.parse` reads flags, variables and files alike.
     switch = setting.kind is SettingKind.SWITCH
     name = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if switch else setting.flag
     option = typer.Option(

@@ -1,9 +1,9 @@
 """HTTP front: `icehouse-http` as a child of the server, restarted when it dies and drained at the end.
 
-The child inherits a socket that listens since before the model was looked for, so a taken port is refused at
-once, and callers who come while a child restarts wait in the socket's queue. It reaches the server by a Unix
-socket in a folder of its own. Its standard input is a pipe that nothing is written to: the pipe's end, also
-that of a killed server, ends the child. Owned by the event loop.
+The child inherits a socket that was opened before the model was located, so a taken port is reported at once,
+and callers that connect during a restart wait in the socket's queue. It reaches the server through a Unix
+socket in a private folder. Its standard input is a pipe that nothing is written to: when the pipe closes,
+even because the server was killed, the child ends. Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _log = logging.getLogger("icehouse.http")
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 30.0
 _STEADY_S = 60.0
-"""A child that lived so long did not fail at its start, and the next delay is the first one again."""
+"""A child that lived this long did not fail at its start, so the next delay is the shortest again."""
 
 LAST_WORDS_S = 2.0
-"""Beyond the grace, for the last events of streams that the server has ended."""
+"""In addition to the grace, for the last events of streams that the server has ended."""
 
 
 class Delays:
-    """How long to wait before each restart: twice as long every time, up to a bound."""
+    """How long to wait before each restart: twice as long each time, up to a limit."""
 
     def __init__(self) -> None:
         self._next_s = _FIRST_DELAY_S
 
     def after(self, *, lived_s: float) -> float:
-        """Return the delay before the child that follows one of this age."""
+        """Return the delay before the restart of a child that lived this long."""
         if lived_s >= _STEADY_S:
             self._next_s = _FIRST_DELAY_S
         delay_s = self._next_s
@@ -52,7 +52,7 @@ class HttpChild:
     def __init__(self, config: Config, *, listening: socket.socket, folder: Path) -> None:
         self._listening = listening
         self.private_socket = folder / "rpc"
-        """Where the server is to listen for the child."""
+        """Where the server must listen for the child."""
         host, port = listening.getsockname()[:2]
         scheme = "https" if speaks_tls(config.http, config.security) else "http"
         self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -62,12 +62,12 @@ class HttpChild:
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Run the child from now on. The first one exists when this returns."""
+        """Run the child from now on. The first child exists when this returns."""
         await self._spawn()
         self._running = asyncio.create_task(self._run(), name="http child")
 
     def begin_stop(self) -> None:
-        """Take no new connections, and have the child end when its running requests have."""
+        """Accept no new connections, and have the child end after its running requests."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -76,7 +76,7 @@ class HttpChild:
         self._terminate()
 
     async def stop(self, *, timeout_s: float) -> None:
-        """Wait for the child's end, and kill it when that takes longer."""
+        """Wait for the child's end, and kill it if that takes longer."""
         self.begin_stop()
         if self._running is None:
             return
@@ -88,7 +88,7 @@ class HttpChild:
             await self._running
 
     async def _run(self) -> None:
-        """Watch the child and start another one when it dies; end it when cancelled."""
+        """Watch the child and restart it when it dies; end it when cancelled."""
         loop, delays = asyncio.get_running_loop(), Delays()
         start_time = loop.time()
         try:
@@ -115,13 +115,13 @@ class HttpChild:
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(self._listening.fileno(),),
-                # Ctrl-C is for the server alone, which then drains the child.
+                # Ctrl-C is only for the server, which then drains the child.
                 start_new_session=True,
             )
         except OSError as error:
             _log.error("http_not_started", extra={"detail": str(error)})
         if self._stopping.is_set():
-            # That came while the child was being started.
+            # The stop began while the child was being started.
             self._terminate()
 
     def _terminate(self) -> None:
@@ -132,9 +132,9 @@ class HttpChild:
 
 @contextlib.asynccontextmanager
 async def http_child(config: Config) -> AsyncIterator[HttpChild | None]:
-    """Run the child while the block does, None without a port; raises StartError for a taken address.
+    """Run the child while the block runs; None without a port. Raises StartError for a taken address.
 
-    Whoever waits for its streams stops it before the block ends; else it is killed there.
+    Stop it inside the block to wait for its streams; otherwise it is killed at the end of the block.
     """
     if config.http.port is None:
         yield None
@@ -180,7 +180,7 @@ def _command(config: Config, *, descriptor: int, private_socket: Path) -> list[s
         "--no-health-watch": not security.health_open,
     }
     return [
-        # Without -P a file of the working folder could be imported in the place of a library.
+        # Without -P, a file of the working folder could be imported instead of a library.
         *(sys.executable, "-P", "-m", "icehouse_http.command"),
         *(switch for switch, is_on in switches.items() if is_on),
         *(word for option, value in options for word in (option, str(value))),

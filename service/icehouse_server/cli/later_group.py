@@ -1,6 +1,6 @@
-"""Group of commands whose module is imported when one of them is wanted.
+"""Group of commands whose module is imported when one of them is needed.
 
-What looks into the SSD tier imports NumPy and SQLite, which were half of what `icehouse --help` took.
+The module for the SSD tier imports NumPy and SQLite, which took half of the time of `icehouse --help`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typer.main import get_group
 
 
 def group_in(module: str) -> type[PlainGroup]:
-    """Return a class for a group of the commands that `app` has in a module of that name."""
+    """Return a class for a group of the commands in the `app` of the module with this name."""
 
     @functools.cache
     def group() -> Any:
@@ -27,6 +27,6 @@ def group_in(module: str) -> type[PlainGroup]:
 
         @commands.setter
         def commands(self, given: Any) -> None:
-            """Take the commands that a group is made with, which are none here."""
+            """Ignore the commands that the group is created with: there are none."""
 
     return LaterGroup

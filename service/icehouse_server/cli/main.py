@@ -1,4 +1,4 @@
-"""Command line: `icehouse serve`, `generate`, `cache`, `key`, `doctor` and what else `--help` lists."""
+"""Command line: `icehouse serve`, `generate`, `cache`, `key`, `doctor` and the others that `--help` lists."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def _serve(loaded: LoadedConfig) -> None:
     if loaded.config.engine.preload_enabled:
         load_openblas()
     enlarge_attention_plan_cache()
-    # What an import makes stays: looking through all of it for garbage was an eighth of the time.
+    # Imported objects stay: searching all of them for garbage took an eighth of the time.
     gc.disable()
     if not loaded.config.model.trust_remote_code:
         import_mlx_lm()
-    # Imported only now: MLX must find OpenBLAS there.
+    # Imported only now: MLX must find OpenBLAS already loaded.
     from icehouse_server.cli.serve import serve
 
     gc.enable()

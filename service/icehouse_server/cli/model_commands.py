@@ -25,7 +25,7 @@ def pull(
     as_json: AsJson = False,
 ) -> None:
     """Fetch a model, so that the first `serve` need not: from the hub into its cache, or a demo model."""
-    # Imported here, as below: it brings libraries that most commands do without.
+    # Imported here, as below: it imports libraries that most commands do not need.
     from icehouse_server.bootstrap import kept_models
 
     with build_progress() as on_progress:
@@ -66,7 +66,7 @@ def rm(
         what = ", ".join(f"{model.name} ({size_text(model.size_bytes)})" for model in found)
         confirm(f"Remove {what} from this machine?")
     for model in found:
-        # Asked again: a server may have taken it up while somebody thought about the question.
+        # Check again: a server may have started using it while the user thought about the question.
         kept_models.remove(kept_models.find(model.name))
         if not as_json:
             out.print(f"removed {model.name}, {size_text(model.size_bytes)}", markup=False)

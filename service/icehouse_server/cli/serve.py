@@ -1,4 +1,4 @@
-"""`icehouse serve`: start the server, report how it goes, drain it on a signal.
+"""`icehouse serve`: start the server, report its progress, drain it on a signal.
 
 Start: model folder, tokenizer, address, engine. Whether the address and the cache directory are free is
 checked first, so that a used one is reported at once. The address is bound before the model is loaded; health
@@ -61,11 +61,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _LOOK_S = 0.02
 _LOOP_THREADS = "event_loop"
-"""What the threads of the event loop's own executor are called; each loop has another name for them."""
+"""Name of the event loop executor's threads; each event loop implementation uses another one."""
 
 
 def serve(loaded: LoadedConfig) -> None:
-    """Serve until a signal. Raises IcehouseError when the server cannot start or its engine dies."""
+    """Serve until a signal. Raises IcehouseError if the server cannot start or its engine dies."""
     device = find_device()
     if not device.is_gpu:
         heap.keep_freed()
@@ -74,7 +74,7 @@ def serve(loaded: LoadedConfig) -> None:
     membership = own_membership(loaded.config)
     if membership is not None and membership.rank:
         _follow(loaded.config, SystemClock(), device, membership)
-    # Its loop is woken without giving the interpreter's lock away, and each message costs less.
+    # uvloop is woken without releasing the interpreter's lock, and each message costs less.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         manager = manager_of(environment(), pid=os.getpid())
         runner.run(_serve(loaded.config, SystemClock(), manager, device, membership))
@@ -83,7 +83,7 @@ def serve(loaded: LoadedConfig) -> None:
 
 
 def _follow(config: Config, clock: Clock, device: Device, membership: Membership) -> NoReturn:
-    """Be a rank of a group, but the first. Raises IcehouseError."""
+    """Run a rank of a group other than the first. Raises IcehouseError."""
     check_adapters(config.model)
     check_directory(config.cache)
     ssd = open_ssd(config, device=device, clock=clock)
@@ -135,7 +135,7 @@ def _built(
     stack: contextlib.ExitStack,
     membership: Membership | None,
 ) -> Server:
-    """Return the server, wired. What it must hold, `stack` does; raises IcehouseError."""
+    """Return the wired server; `stack` holds what it needs. Raises IcehouseError."""
     if config.models:
         return build_pool(config, device=device, clock=clock)
     parts = EngineParts.of(config, device, clock)
@@ -207,7 +207,7 @@ async def _run(
 
 
 def _open_storage(server: Server, config: Config, narrator: Narrator) -> None:
-    """Take the cache directory; raises StartError naming its owner when another process has it."""
+    """Lock the cache directory; raises StartError that names its owner if another process has it."""
     if server.tiers is None:
         return
     with narrator.phase("cache_lock_acquired") as fields:
@@ -218,7 +218,7 @@ def _open_storage(server: Server, config: Config, narrator: Narrator) -> None:
 
 
 class Narrator:
-    """Tells each phase of the start with how long it took."""
+    """Logs each phase of the start with its duration."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -230,7 +230,7 @@ class Narrator:
 
     @contextlib.contextmanager
     def phase(self, event: str) -> Iterator[dict[str, object]]:
-        """Log `event` with its duration and the yielded fields when the block ends well."""
+        """Log `event` with its duration and the yielded fields if the block succeeds."""
         began = self._clock.monotonic()
         fields: dict[str, object] = {}
         yield fields
@@ -256,8 +256,8 @@ def _listen_for_signals() -> asyncio.Event:
 async def _has_begun(
     server: Server, stop: asyncio.Event, narrator: Narrator, addresses: Mapping[str, str]
 ) -> Sequence[str]:
-    """Wait for what is loaded at the start; return the served names, none when loading failed, or `stop` was
-    set before."""
+    """Wait for what is loaded at the start; return the served names, or none if loading failed or `stop` was
+    set first."""
     names = await _pool_names(server.pool, stop) if server.pool else await _only_name(server, stop, narrator)
     if names:
         _log.info(
@@ -291,8 +291,8 @@ def _freeze() -> None:
 
 
 async def _pool_names(pool: ModelPool[OpenedEngine], stop: asyncio.Event) -> Sequence[str]:
-    """Raises IcehouseError when no model that is to be loaded at the start could be."""
-    # Before any model is there: what is frozen and refers to itself is never freed.
+    """Return the served names; raises IcehouseError if all models to load at the start failed to load."""
+    # Before any model is loaded: frozen objects in reference cycles are never freed.
     _freeze()
     starting, stopping = asyncio.create_task(pool.start()), asyncio.create_task(stop.wait())
     try:
@@ -336,7 +336,7 @@ async def _drain(
         async with _abandoned("calls", timeout_s=grace_s + BOUNDS.edge_s):
             if front is not None:
                 front.begin_stop()
-            # The engine ends what does not finish in time, so the edge waits until it has reported that.
+            # The engine ends calls that do not finish in time, so the edge waits until it has reported that.
             await server.rpc.stop(grace_s=grace_s + 1)
             await server.kv_events.stop()
             if front is not None:
@@ -359,7 +359,7 @@ async def _drain(
 
 
 def _closed(server: Server, opened: Sequence[OpenedEngine], *, timeout_s: float) -> bool:
-    """Close the SSD tiers; return whether all did in time."""
+    """Close the SSD tiers; return whether all closed in time."""
     if server.tiers is None:
         return True
     deadline_time = server.clock.monotonic() + BOUNDS.close_s
@@ -373,7 +373,7 @@ def _closed(server: Server, opened: Sequence[OpenedEngine], *, timeout_s: float)
 
 @contextlib.asynccontextmanager
 async def _abandoned(what: str, *, timeout_s: float) -> AsyncIterator[None]:
-    """Leave what the block waits for to itself after so long, and say so."""
+    """Stop waiting for the block after `timeout_s`, and log that."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -382,9 +382,9 @@ async def _abandoned(what: str, *, timeout_s: float) -> AsyncIterator[None]:
 
 
 async def _leave_stuck_work(code: int) -> None:
-    """End the process when work goes on that nothing can stop: Python would wait for it without an end."""
+    """End the process if work goes on that nothing can stop: Python would wait for it forever."""
     names: list[str] = []
-    # Turns are counted, not seconds: who reads a vocabulary keeps Python's lock, and this has no turn then.
+    # Count turns, not seconds: reading a vocabulary holds Python's lock, and then this gets no turn.
     for _ in range(round(BOUNDS.work_s / _LOOK_S)):
         names = [thread.name for thread in threading.enumerate() if _is_waited_for(thread)]
         if not names:
@@ -412,7 +412,7 @@ def _name_loop_threads() -> None:
 
 
 def _is_waited_for(thread: threading.Thread) -> bool:
-    # The loop's own have ended what they were given; they are waited for when the loop closes.
+    # The loop's own threads have finished their work; the loop waits for them when it closes.
     is_own = thread is threading.main_thread() or thread.name.startswith(_LOOP_THREADS)
     return not thread.daemon and not is_own
 
@@ -431,7 +431,7 @@ class ServiceManager:
     loop.
 
     A message is one datagram to the socket that NOTIFY_SOCKET names (sd_notify(3)); without that variable
-    nothing is sent. A manager that cannot be reached costs a line in the log, never the server.
+    nothing is sent. If a manager cannot be reached, the log says so and the server continues.
     """
 
     def __init__(self, address: str | None, *, watchdog_s: float | None = None) -> None:
@@ -474,7 +474,7 @@ class ServiceManager:
     def _send(self, *lines: str) -> None:
         if self._address is None:
             return
-        # A name that begins with @ has no file: its first byte is zero (unix(7)).
+        # A name that begins with @ is an abstract socket: its first byte is zero (unix(7)).
         address = f"\0{self._address[1:]}" if self._address.startswith("@") else self._address
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -487,14 +487,14 @@ class ServiceManager:
 
 
 def manager_of(environ: Mapping[str, str], *, pid: int) -> ServiceManager:
-    """Return who started the process `pid` with this environment, as sd_watchdog_enabled(3) reads it."""
+    """Return the manager that started process `pid` with this environment, as sd_watchdog_enabled(3)."""
     address = environ.get("NOTIFY_SOCKET") or None
     if address is not None and not address.startswith(("/", "@")):
         _manager_log.warning("service_manager_unreachable", extra={"detail": f"NOTIFY_SOCKET is {address!r}"})
         address = None
     interval_us = environ.get("WATCHDOG_USEC", "")
     is_for_us = environ.get("WATCHDOG_PID") in (None, "", str(pid))
-    # No more digits than any interval has: Python refuses thousands of them.
+    # No interval has more digits, and Python refuses to convert thousands of them.
     is_number = interval_us.isascii() and interval_us.isdigit() and len(interval_us) < 20
     watchdog_s = int(interval_us) / 1e6 if is_for_us and is_number else 0.0
     return ServiceManager(address, watchdog_s=watchdog_s or None)

@@ -1,4 +1,4 @@
-"""`icehouse token new`: make a bearer token and the line that lets it in."""
+"""`icehouse token new`: make a bearer token and the line of the token file that accepts it."""
 
 from __future__ import annotations
 

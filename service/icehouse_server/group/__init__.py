@@ -1,1 +1,1 @@
-"""A tensor-parallel group: rank 0 serves and decides, the other ranks do what its engine does."""
+"""A tensor-parallel group: rank 0 serves and decides, the other ranks repeat what its engine does."""

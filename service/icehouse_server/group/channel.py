@@ -1,8 +1,8 @@
-"""Channel of a group: one gRPC call from each follower to rank 0, orders one way and reports the other.
+"""Channel of a group: one gRPC call from each follower to rank 0; orders go one way, reports the other.
 
-Rank 0 listens; a follower waits until it does. Each side says every moment that it lives, and learns that the
-other is gone when the call ends, or when nothing came for a while. gRPC's own threads run here; nothing here
-waits on the inference thread.
+Rank 0 listens; followers wait until it does. Each side sends heartbeats, and learns that the other is gone
+when the call ends or when nothing has come for a while. gRPC's own threads run here; nothing here waits for
+the inference thread.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from icehouse_server.group.silence import BEAT_S, SILENCE_S, Silence
 _log = logging.getLogger("icehouse.boot")
 
 _TELL_S = 5.0
-"""How often it is said who is waited for."""
+"""How often the log names the ranks that are still missing."""
 _ASK_S = 1.0
 _MOMENT_S = 0.1
 _ORDERS_BYTES = 64 << 20
-"""An order may have a whole prompt."""
+"""An order may contain a whole prompt."""
 _REPORT_BYTES = 1 << 20
 _LEAST_SHARE = 0.98
-"""Of rank 0's memory, what every rank must have: machines of one kind differ a little."""
+"""Share of rank 0's memory that every rank must have: machines of one kind differ a little."""
 _TEXT_LIMIT = 300
-"""Characters of what a rank says that are logged."""
+"""Characters of a rank's message that are logged."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Report:
-    """What a rank said of itself."""
+    """What a rank last reported about itself."""
 
     report: group.RankReport
     behind_order_count: int
@@ -59,14 +59,14 @@ class ChannelBroken(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChannelTls:
-    """A rank's certificates, in PEM: it shows them to the others, and they to it."""
+    """A rank's certificates, in PEM: it shows them to the others and checks theirs with them."""
 
     certificate: bytes
     key: bytes
     authorities: bytes
 
     def server(self) -> grpc.ServerCredentials:
-        """Return what rank 0 listens with."""
+        """Return the credentials with which rank 0 listens."""
         return grpc.ssl_server_credentials(
             [(self.key, self.certificate)],
             root_certificates=self.authorities,
@@ -74,7 +74,7 @@ class ChannelTls:
         )
 
     def channel(self) -> grpc.ChannelCredentials:
-        """Return what a follower connects with."""
+        """Return the credentials with which a follower connects."""
         return grpc.ssl_channel_credentials(
             root_certificates=self.authorities, private_key=self.key, certificate_chain=self.certificate
         )
@@ -106,17 +106,17 @@ class GroupServer(stubs.GroupServiceServicer):
         self._lock = threading.Lock()
         self._silence: Silence[int] = Silence()
         self._stopping: Silence[int] = Silence()
-        """Ranks that were told to stop. All of a group may be told at about the same time, this one, too."""
+        """Ranks that were told to stop. All of a group, rank 0 too, may be told at about the same time."""
         self._strangers: Silence[grpc.ServicerContext] = Silence()
-        """Calls that have not said yet who they are."""
+        """Calls that have not identified themselves yet."""
         self._joined: dict[int, int] = {}
-        """Ranks that are there, and what each may take of its memory."""
+        """Ranks that have joined, and how much memory each may use."""
         self._reports: dict[int, _Report] = {}
-        """What each said of itself last."""
+        """The last report of each rank about itself."""
         self._gone: set[int] = set()
-        """Ranks that ended in order, or were lost."""
+        """Ranks that ended cleanly, or were lost."""
         self._joining: set[int] = set()
-        """Ranks that wait for the ring."""
+        """Ranks that are ready to join the ring."""
         self._has_begun = False
         self._is_called_off = False
         self._broken = ""
@@ -146,11 +146,12 @@ class GroupServer(stubs.GroupServiceServicer):
         threading.Thread(target=self._watch, name="group-watch", daemon=True).start()
 
     def wait_for_all(self) -> int | None:
-        """Wait a moment; return what each rank may take of its memory, once all are there and about to join
-        the ring, and None before. Says from time to time who is missing.
+        """Wait briefly; return how much memory each rank may use once all are about to join the ring,
+        otherwise None. Logs from time to time which ranks are missing.
 
-        MLX holds the interpreter's lock while it joins, so nobody may begin before all have heard that.
-        Raises LoadCalledOff; once the ranks begin to join, they can only end together."""
+        MLX holds the interpreter's lock while it joins, so no rank may begin before all have been told.
+        Raises LoadCalledOff; once the ranks begin to join, they can only end together.
+        """
         self._changed.wait(_MOMENT_S)
         self._changed.clear()
         if self._is_called_off and not self._has_begun:
@@ -171,12 +172,12 @@ class GroupServer(stubs.GroupServiceServicer):
         return None
 
     def call_off(self) -> None:
-        """Wait for no more ranks: the server stops."""
+        """Stop waiting for ranks: the server stops."""
         self._is_called_off = True
         self._changed.set()
 
     def stop(self, *, timeout_s: float) -> None:
-        """Wait for the followers to end in order, and close."""
+        """Wait for the followers to end cleanly, and close."""
         deadline_time = self._clock.monotonic() + timeout_s
         while len(self._gone) < len(self._joined) and self._clock.monotonic() < deadline_time:
             self._ended.wait(0.05)
@@ -205,7 +206,7 @@ class GroupServer(stubs.GroupServiceServicer):
         while context.is_active() and not self._ended.is_set():
             response = self._log.take(hello.rank, sequence, timeout_s=BEAT_S)
             if self._broken:
-                # What rank 0 orders at its end would end this one as if all were well.
+                # Rank 0's last orders would end this rank as if all were well.
                 context.abort(grpc.StatusCode.UNAVAILABLE, self._broken)
             if response is None and hello.rank in self._gone:
                 return
@@ -216,7 +217,7 @@ class GroupServer(stubs.GroupServiceServicer):
     def Compare(self, request: group.CompareRequest, context: grpc.ServicerContext) -> group.CompareResponse:
         if unproved := self._unproved(request, context):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, unproved)
-        # It does not know all that a rank does: the model is not read for it.
+        # The asker does not know all facts of a rank: it has not read the model.
         ours = {name: self._facts[name] for name in request.facts if name in self._facts}
         return group.CompareResponse(
             difference=difference(ours, request.facts)[:_TEXT_LIMIT],
@@ -225,18 +226,18 @@ class GroupServer(stubs.GroupServiceServicer):
         )
 
     def _unproved(self, who: group.Hello | group.CompareRequest, context: grpc.ServicerContext) -> str:
-        """Return why somebody is not the rank that they say; empty where they may be."""
+        """Return why the sender cannot be the rank that it claims to be; empty if it may be."""
         if who.world != self._membership.world or who.rank not in self._membership.followers:
             return f"rank {who.rank} of {who.world} is none of {self._membership.world}"
         host = self._membership.host(who.rank).strip("[]")
         names = [*context.auth_context().get("x509_subject_alternative_name", ())]
         if self._tls is not None and host.encode() not in names:
-            # Callers may have certificates of the same authority, and are no rank.
+            # Callers may have certificates of the same authority, but they are not ranks.
             return f"the certificate of rank {who.rank} is not for {host}"
         return ""
 
     def _refusal(self, hello: group.Hello, context: grpc.ServicerContext) -> str:
-        """Return why a rank cannot join, and count it in where it can."""
+        """Return why a rank cannot join; otherwise "", after noting that it has joined."""
         with self._lock:
             if unproved := self._unproved(hello, context):
                 return unproved
@@ -262,7 +263,7 @@ class GroupServer(stubs.GroupServiceServicer):
                     self._silence.excuse(rank)
                     self._gone.add(rank)
                 elif kind == "joining":
-                    # MLX holds the interpreter's lock there until all have joined.
+                    # MLX holds the interpreter's lock from then on until all have joined.
                     self._silence.excuse(rank)
                     self._joining.add(rank)
                     self._changed.set()
@@ -277,7 +278,7 @@ class GroupServer(stubs.GroupServiceServicer):
                         tier.report(rank, report)
         except grpc.RpcError as error:
             self._lose(rank, f"its connection broke: {error!r}")
-        except Exception as error:  # in what took the report
+        except Exception as error:  # in the code that handles the report
             _log.error("report_failed", exc_info=error)
             self._lose(rank, "its report could not be taken")
         else:
@@ -288,7 +289,7 @@ class GroupServer(stubs.GroupServiceServicer):
         self._reports[rank] = _Report(report, max(0, behind_count), self._clock.monotonic())
 
     def ranks(self) -> tuple[RankStats, ...]:
-        """Return what is known of the followers. Any thread."""
+        """Return what is known about the followers. Any thread."""
         return tuple(map(self._stats_of, self._membership.followers))
 
     def _stats_of(self, rank: int) -> RankStats:
@@ -321,7 +322,7 @@ class GroupServer(stubs.GroupServiceServicer):
         return RankState.READY if has_loaded else RankState.LOADING
 
     def _watch(self) -> None:
-        """Notice ranks that are silent or too slow, and calls that do not say who they are."""
+        """Notice ranks that are silent or too slow, and calls that do not identify themselves."""
         while not self._ended.wait(BEAT_S):
             self._beat()
 
@@ -372,18 +373,18 @@ class GroupClient:
         self._ready = grpc.channel_ready_future(self._channel)
 
     def report(self, report: group.FollowRequest) -> threading.Event:
-        """Have a report sent; any thread. The event is set when gRPC has sent it."""
+        """Queue a report; any thread. The event is set when gRPC has sent it."""
         is_sent = threading.Event()
         self._reports.put((report, is_sent))
         return is_sent
 
     def send(self, report: group.FollowRequest) -> None:
-        """Send a report, and wait until gRPC has, or cannot."""
+        """Send a report, and wait until gRPC has sent it or cannot."""
         self.report(report).wait(SILENCE_S)
 
     def orders(self) -> Iterator[Sequence[group.Order]]:
-        """Connect, and yield orders as they come; none at all says that rank 0 lives. Raises StartError where
-        rank 0 refuses this one, and ChannelBroken when it is gone."""
+        """Connect, and yield orders as they arrive; an empty list is a heartbeat of rank 0. Raises StartError
+        if rank 0 refuses this rank, and ChannelBroken if it is gone."""
         self._connect()
         expected = 0
         try:
@@ -409,7 +410,7 @@ class GroupClient:
                 )
 
     def _why_missing(self) -> str:
-        """Return why rank 0 cannot be reached: it is not there yet, or a certificate is not taken."""
+        """Return why rank 0 cannot be reached: it is not there yet, or a certificate is not accepted."""
         hello = self._hello
         try:
             known = group.CompareRequest(rank=hello.rank, world=hello.world)
@@ -423,11 +424,11 @@ class GroupClient:
         while (waiting := self._reports.get()) is not None:
             report, is_sent = waiting
             yield report
-            # gRPC asks for the next one when this one was sent.
+            # gRPC asks for the next report once this one was sent.
             is_sent.set()
 
     def close(self) -> None:
-        """Say goodbye, where rank 0 was there, and close."""
+        """Say goodbye if rank 0 was there, and close."""
         if self._ready.done():
             self.send(group.FollowRequest(bye=group.Bye()))
         self._ready.cancel()
@@ -444,7 +445,7 @@ def open_channel(membership: Membership, tls: ChannelTls | None) -> grpc.Channel
 
 
 def error_of(error: grpc.RpcError) -> StartError | ChannelBroken:
-    """Return what a call's end says of rank 0: it refused this one, or it is gone."""
+    """Return what the end of a call says about rank 0: it refused this rank, or it is gone."""
     call = cast("grpc.Call", error)
     if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
         return StartError(Reason.CONFIG_INVALID, f"rank 0 refused: {call.details()}")
@@ -453,7 +454,7 @@ def error_of(error: grpc.RpcError) -> StartError | ChannelBroken:
 
 _ONE_LISTENER = ("grpc.so_reuseport", 0)
 _SOON = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
-"""How soon a follower tries again: all ranks start at the same time, and each second counts at a restart."""
+"""How soon a follower retries: all ranks start at the same time, and each second counts at a restart."""
 
 
 def _limits(*, receive: int, send: int) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Ending of a rank: MLX's threads may wait for another rank for ever, and the process must not."""
+"""Ending of a rank: MLX's threads may wait for another rank forever, and the process must not."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 from typing import NoReturn
 
 LEAVE_S = 2.0
-"""By then callers are told, and logs are written."""
+"""By then callers have been told, and logs are written."""
 FOLLOWERS_END_S = 25.0
 """How long followers may take to write their blocks."""
 
 
 def leave(code: int) -> NoReturn:
-    """End the process now. MLX's own threads may abort it where they find another rank gone at its end."""
+    """End the process now. MLX's own threads may abort it if another rank is gone when it ends normally."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(code)

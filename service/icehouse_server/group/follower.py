@@ -1,7 +1,7 @@
-"""Follower: does on its rank what rank 0's engine does, order by order (inference thread).
+"""Follower: repeats on its rank what rank 0's engine does, order by order (inference thread).
 
-It decides nothing. What it keeps (regions, copies, reads) has rank 0's numbers. Its blocks lie in its own
-SSD tier under rank 0's names, with its own fingerprint.
+It decides nothing. What it keeps (regions, copies, reads) has rank 0's numbers. Its blocks are in its own SSD
+tier under rank 0's names, with its own fingerprint.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Read:
 
 
 class Follower:
-    """One rank but the first. `tier` is made with `take` to post to."""
+    """One rank other than the first. `tier` must be made with `take` as its callback."""
 
     tier: ColdTier | None = None
 
@@ -67,7 +67,7 @@ class Follower:
         clock: Clock,
         report: Callable[[group.FollowRequest], object],
     ) -> None:
-        """`report` hands a report to the channel; any thread."""
+        """`report` queues a report on the channel; any thread."""
         self._runner = runner
         self._fingerprint = fingerprint
         self._clock = clock
@@ -76,7 +76,7 @@ class Follower:
         self._read_numbers: dict[Ticket[Any], int] = {}
         self._puts: dict[Ticket[Any], BlockHash] = {}
         self._removed: set[BlockHash] = set()
-        """By order: nobody needs to hear that they are gone."""
+        """Removed by order: rank 0 need not be told that they are gone."""
         self._removals: dict[Ticket[Any], Sequence[BlockHash]] = {}
         self._postponed: collections.deque[group.Mark] = collections.deque()
         """Removals and pins for which the tier had no room."""
@@ -84,27 +84,27 @@ class Follower:
         self._is_loaded = False
         self.has_ended = False
         self._order_count = 0
-        """That it has carried out."""
+        """Orders carried out."""
         self._counted_time = -math.inf
         self._active_memory_bytes = 0
         self._asked: Ticket[CacheStats] | None = None
-        """The tier, for its counters."""
+        """The pending question to the tier about its counters."""
         self._tier_stats: RankTierStats | None = None
         self._refused_count = 0
         """Blocks for which the tier's queue had no room."""
         self._tier_trouble = ""
-        """Why it writes nothing, as it said last."""
+        """Why the tier writes nothing, by its last answer."""
 
     def open(self) -> None:
-        """Open the SSD tier, before rank 0 hears of this rank. Raises StartError."""
+        """Open the SSD tier, before rank 0 hears from this rank. Raises StartError."""
         if self.tier is None:
             self._stored([], is_last=True)
         else:
             self.tier.start()
 
     def load(self, *, memory_limit_bytes: int) -> None:
-        """Load this rank's share of the model, within what any rank may take; all do at once. Raises
-        ModelError."""
+        """Load this rank's share of the model within the memory that any rank may use; all ranks load at
+        once. Raises ModelError."""
         self._is_loaded = True
         self._runner.limit_memory(memory_limit_bytes)
         for _ in self._runner.load_steps(is_hurried=lambda: False):
@@ -113,7 +113,7 @@ class Follower:
         self.count()
 
     def carry_out(self, order: group.Order) -> None:
-        """Do what rank 0 did. Raises Unavailable where this rank knows something else than rank 0."""
+        """Do what rank 0 did. Raises Unavailable if this rank's state differs from rank 0's."""
         kind = order.WhichOneof("order")
         assert kind is not None, "rank 0 is of another release"
         if self._postponed and self.tier is not None:
@@ -123,7 +123,7 @@ class Follower:
         self.count()
 
     def count(self) -> None:
-        """Bring up to date what `heartbeat` says of this rank's memory and its tier, at most once a beat."""
+        """Update what `heartbeat` says about this rank's memory and its tier, at most once per beat."""
         now = self._clock.monotonic()
         if not self._order_count or self.has_ended or now - self._counted_time < BEAT_S:
             return
@@ -270,13 +270,13 @@ class Follower:
         return cast("Region", self._kept[number])
 
     def take(self, outcome: Outcome) -> None:
-        """Take what the tier posts. Any thread."""
+        """Handle what the tier posts. Any thread."""
         if isinstance(outcome, Inventory):
             self._stored([record.hash for record in outcome.records], is_last=outcome.is_last)
         elif isinstance(outcome, Evicted):
             self._lost([name for name in outcome.hashes if name not in self._removed])
         elif isinstance(outcome, StorageFailed):
-            # Why may name folders, so only the log says it.
+            # The reason may name folders, so only the log has it.
             self._tier_trouble = "it is gone until the next start, and the log says why"
             self._report(group.FollowRequest(tier_lost=group.TierLost(detail=outcome.error)))
         elif isinstance(outcome, Ticket) and isinstance(outcome.outcome, CacheStats):
@@ -287,7 +287,7 @@ class Follower:
             self._removal_ended(outcome)
 
     def heartbeat(self) -> group.FollowRequest:
-        """Return a report that this rank lives, and how it and its tier do. Any thread."""
+        """Return a heartbeat: this rank is alive, and how it and its tier are. Any thread."""
         beat = group.Heartbeat()
         beat.rank.order_total, beat.rank.active_memory_bytes = self._order_count, self._active_memory_bytes
         if self.tier is not None:
@@ -301,7 +301,7 @@ class Follower:
         return group.FollowRequest(heartbeat=beat)
 
     def _removal_ended(self, ticket: Ticket[Any]) -> None:
-        # The blocks were named by `Evicted` before; those that were not there never are.
+        # `Evicted` has named the blocks before; those that were not there are never named.
         self._removed.difference_update(self._removals.pop(ticket, ()))
 
     def _ticket_came(self, ticket: Ticket[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Follower loop: takes orders off the channel and has them carried out, until rank 0 ends the group."""
+"""Follower loop: takes orders from the channel and has them carried out, until rank 0 ends the group."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from icehouse_server.group.silence import BEAT_S, SILENCE_S, Silence
 _log = logging.getLogger("icehouse.boot")
 
 ORDER_S = 60.0
-"""How long one order may take, longer than any pass: a rank whose device or disk hangs lives, and says so."""
+"""Limit for one order, longer than any pass: a rank whose device or disk hangs still sends heartbeats."""
 
 
 class FollowerLoop:
-    """Runs on the thread that is to own MLX's state; another thread receives, and a third says every moment
-    that this rank lives."""
+    """Runs on the thread that owns MLX's state; another thread receives orders, and a third sends
+    heartbeats."""
 
     def __init__(
         self, follower: Follower, client: GroupClient, *, leave: Callable[[int], object] = os._exit
@@ -37,14 +37,14 @@ class FollowerLoop:
         self._orders: queue.SimpleQueue[group.Order | IcehouseError] = queue.SimpleQueue()
         self._silence: Silence[int] = Silence()
         self._at_hand: Silence[str] = Silence(ORDER_S)
-        """The order at hand, by its kind. Loading may take any time, and the end has bounds of its own."""
+        """The order being carried out, by its kind. Loading may take any time, and the end has its own limits."""
         self._is_over = threading.Event()
         self._has_heard_all = threading.Event()
         """Nothing more comes from rank 0."""
         self._has_begun = False
         self._is_told_to_stop = False
         self._is_alone = False
-        """Whether rank 0 has not begun, or is gone: it needs no goodbye."""
+        """Whether rank 0 has not begun, or is gone: then it needs no goodbye."""
 
     def run(self) -> None:
         """Do as rank 0 does until it ends. Raises IcehouseError; a broken channel ends the process."""
@@ -62,8 +62,8 @@ class FollowerLoop:
             self._carry_out(order)
 
     def stop(self) -> bool:
-        """End as soon as possible; False where rank 0 has begun, whose group can only end as a whole. It is
-        told, and either stops itself, which ends this rank in order, or loses it."""
+        """End as soon as possible; False if rank 0 has begun, as its group can only end as a whole. Rank 0 is
+        told: it either stops too, which ends this rank cleanly, or loses this rank."""
         if self._has_begun:
             self._is_told_to_stop = True
             self._client.report(group.FollowRequest(stopping=group.Stopping()))
@@ -76,8 +76,8 @@ class FollowerLoop:
         self._orders.put(group.Order(end=group.End()))
 
     def close(self) -> None:
-        """Say goodbye, once all is written, and wait until rank 0 has heard it: it has lost a rank that ends
-        by itself."""
+        """Say goodbye after everything is written, and wait until rank 0 has heard it: otherwise it counts
+        this rank as lost."""
         if not self._is_alone:
             self._client.close()
             self._has_heard_all.wait(SILENCE_S)
@@ -97,7 +97,7 @@ class FollowerLoop:
                 self._follower.carry_out(order)
         except Exception as error:  # rank 0 is told, and the group ends
             if self._is_told_to_stop and self._has_heard_all.wait(SILENCE_S):
-                # Rank 0 has lost this rank in the middle of a pass, as it was to.
+                # Rank 0 has lost this rank in the middle of a pass, as intended.
                 self._leave(0)
                 raise
             detail = error.message if isinstance(error, IcehouseError) else repr(error)
@@ -126,14 +126,14 @@ class FollowerLoop:
         except IcehouseError as error:
             self._orders.put(error)
             return
-        except Exception as error:  # the channel is broken, or what comes makes no sense
+        except Exception as error:  # the channel is broken, or the data makes no sense
             _log.error("rank_0_lost", extra={"detail": str(error)})
         self._silence.excuse(0)
         if not is_ending:
             self._end_without_rank_0()
 
     def _end_without_rank_0(self) -> None:
-        """End, at once or soon: the other thread may wait in a pass for rank 0, for ever."""
+        """End, at once or soon: the other thread may wait in a pass for rank 0, forever."""
         if self._is_told_to_stop:
             self._end_alone()
             leave_later(0)
@@ -141,10 +141,10 @@ class FollowerLoop:
             self._leave(1)
 
     def _beat(self) -> None:
-        """Say that this rank lives, and notice where rank 0 does not, or this one hangs."""
+        """Send heartbeats, and notice if rank 0 is silent or this rank hangs."""
         is_sent = None
         while not self._is_over.wait(BEAT_S):
-            if is_sent is None or is_sent.is_set():  # while rank 0 is missing, one waits for it
+            if is_sent is None or is_sent.is_set():  # while rank 0 is missing, one heartbeat waits for it
                 is_sent = self._client.report(self._follower.heartbeat())
             for kind in self._at_hand.beat():
                 self._fail(f"it has been at one order ({kind}) for {ORDER_S:.0f} s")

@@ -39,8 +39,8 @@ class LeaderRunner:
     def __init__(
         self, own: ModelRunner, log: OrderLog, *, clock: Clock, wait_for_all: Callable[[], int | None]
     ) -> None:
-        """`wait_for_all` waits a moment, and returns what each rank may take of its memory once all are there
-        and agree."""
+        """`wait_for_all` waits briefly, and returns how much memory each rank may use once all are there and
+        agree."""
         self._own = own
         self._log = log
         self._clock = clock
@@ -50,7 +50,7 @@ class LeaderRunner:
         self._is_alone = True
         """Until all ranks are there."""
         self._announced_s = 0.0
-        """What it took to make the orders of passes."""
+        """Time spent on creating the orders of passes."""
         self._reads_at_once = False
 
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
@@ -59,7 +59,7 @@ class LeaderRunner:
         self._is_alone = False
         self._own.limit_memory(memory_limit_bytes)
         info = yield from self._own.load_steps(is_hurried=is_hurried)
-        # What was run while loading, the followers ran by themselves.
+        # The followers have run the passes of loading by themselves.
         self._own.before_pass = self._announce
         return info
 
@@ -89,7 +89,7 @@ class LeaderRunner:
         self._reads_at_once = reads_at_once
         try:
             return self._own.run(chunks, before_wait=before_wait, reads_at_once=reads_at_once)
-        except RuntimeError as error:  # what MLX raises when the connection to a rank breaks
+        except RuntimeError as error:  # MLX raises it when the connection to a rank breaks
             raise rank_lost(str(error)) from error
 
     def _announce(self, parts: Sequence[tuple[OpenSequence, Chunk]]) -> None:
@@ -143,7 +143,7 @@ class LeaderRunner:
 
 
 class KeptRegion(Kept):
-    """A region of rank 0, and the followers' under the same number."""
+    """A region of rank 0, which the followers keep under the same number."""
 
     def __init__(self, log: OrderLog, kind: RegionKind, own: Region) -> None:
         super().__init__(log)
@@ -166,7 +166,7 @@ class LeaderBlocks:
         self._own = own
         self._log = log
         self._restoring: dict[SequenceId, tuple[RestoreInput, group.Restore]] = {}
-        """Orders for restores that go on; the regions must exist until then."""
+        """Orders for restores that continue; their regions must exist until then."""
 
     @property
     def facts(self) -> CacheFacts:
@@ -230,7 +230,7 @@ class LeaderBlocks:
         return is_done
 
     def forget(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop restores that are under way; ids without one are ignored."""
+        """Drop restores in progress; ids without one are ignored."""
         for sequence_id in sequence_ids:
             self._restoring.pop(sequence_id, None)
 
@@ -250,7 +250,7 @@ class LeaderBlocks:
 
 
 class GroupCopy(Kept):
-    """Implements HostCopy: regions on their way to host memory, on every rank."""
+    """Implements HostCopy: regions being copied to host memory, on every rank."""
 
     def __init__(self, log: OrderLog, own: HostCopy) -> None:
         super().__init__(log)

@@ -1,9 +1,9 @@
 """Leader tier: the SSD tiers of all ranks as one (engine's, storage's and the channel's threads).
 
-Each rank stores its part of a block under the same name, in its own directory. Rank 0's manifest is what
-the engine knows. A block that some rank does not have is taken off it: at the start by comparing names,
-later when a read ends. So a rank that lost its directory costs recomputation, never wrong text. A tier that
-hangs on one rank hangs, and one that is gone on one rank is gone.
+Each rank stores its part of a block under the same name, in its own directory. Rank 0's manifest is what the
+engine knows. Blocks that some rank lacks are removed from it: at the start by comparing names, later when a
+read ends. So a rank that lost its directory costs recomputation, never wrong text. A tier that hangs or is
+gone on one rank counts as hanging or gone on all.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ _log = logging.getLogger("icehouse.engine")
 
 _NAMES_AT_ONCE = 4096
 _NAMES_LIMIT = 1 << 21
-"""Blocks that a follower may list: more than any disk holds of a model that is served by a group."""
+"""Blocks that a follower may list: more than any disk holds for a model that a group serves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Health:
-    """How a follower's tier does, as it said last."""
+    """The last reported state of a follower's tier."""
 
     silent_s: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Of its reads, by number."""
+    """By number of its read."""
     hung_read_count: int = 0
     stall_s: float = 0.0
 
     @property
     def detail(self) -> str:
-        """Which part of it does not answer; empty where all is well."""
+        """Which part of it does not answer; empty if all is well."""
         parts = [f"{self.hung_read_count} reads hang"] if self.hung_read_count else []
         if self.stall_s >= STALL_LIMIT_S:
             parts.append("its storage thread hangs")
@@ -74,20 +74,20 @@ class _Health:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Read:
-    """A read that ends when all ranks have ended it."""
+    """A read that ends when it has ended on all ranks."""
 
     read: GroupRead
     blocks: Sequence[PlannedBlock]
     own: Ticket[Loaded]
     whole: Ticket[Loaded]
     waiting: set[int]
-    """Followers that read still."""
+    """Followers that are still reading."""
     has_own: bool = False
     missing: Failure | None = None
-    """Of the first block that some follower does not have."""
+    """For the first block that some follower lacks."""
     missing_at: int = 0
     slowest_bytes_per_s: float = math.inf
-    """How fast the slowest follower reads, as far as it is known."""
+    """The read rate of the slowest follower, as far as it is known."""
 
     @property
     def is_done(self) -> bool:
@@ -95,7 +95,7 @@ class _Read:
 
 
 class LeaderTier:
-    """Implements ColdTier. `own` is rank 0's tier, made with `take` to post to; both before `start`."""
+    """Implements ColdTier. `own` is rank 0's tier, made with `take` as callback; set it before `start`."""
 
     own: ColdTier
 
@@ -109,19 +109,19 @@ class LeaderTier:
         self._reads_by_whole: dict[AnyTicket, _Read] = {}
         self._stored: dict[int, set[BlockHash]] = {rank: set() for rank in followers}
         self._unlisted = set(followers)
-        """Followers that have not said yet what they have."""
+        """Followers that have not listed their blocks yet."""
         self._held_back: list[Inventory] = []
-        """Rank 0's, until then."""
+        """Rank 0's inventory, until all have."""
         self._come: dict[BlockHash, StoredBlock] = {}
-        """Blocks that were stored since it was made."""
+        """Blocks that were stored since the inventory."""
         self._gone: set[BlockHash] = set()
-        """Blocks that left since."""
+        """Blocks that left since the inventory."""
         self._health = dict.fromkeys(followers, _Health())
         self._is_lost = False
         """Whether some follower's tier is gone for good."""
 
     def take(self, outcome: Outcome) -> None:
-        """Take what rank 0's tier posts. Any thread."""
+        """Handle what rank 0's tier posts. Any thread."""
         with self._lock:
             for each in self._taken(outcome):
                 self._post(each)
@@ -141,7 +141,7 @@ class LeaderTier:
         return [outcome]
 
     def _note_change(self, outcome: Outcome) -> None:
-        """Note what came and went behind the inventory, for it replaces what the engine knows."""
+        """Note what was added and removed after the inventory, because it replaces what the engine knows."""
         if isinstance(outcome, Evicted):
             self._gone.update(outcome.hashes)
             for name in outcome.hashes:
@@ -152,7 +152,7 @@ class LeaderTier:
             self._gone.discard(record.hash)
 
     def report(self, rank: int, report: group.FollowRequest) -> None:
-        """Take what a follower reports of its tier. The channel's threads."""
+        """Handle a follower's report about its tier. The channel's threads."""
         with self._lock:
             for each in self._reported(rank, report):
                 self._post(each)
@@ -180,7 +180,7 @@ class LeaderTier:
         return []
 
     def _note_health(self, rank: int, health: _Health) -> None:
-        """Take how a follower's tier does. What the cache says of a disk that hangs names no rank."""
+        """Note the state of a follower's tier. The cache's report of a hanging disk names no rank, the log does."""
         had_trouble, self._health[rank] = bool(self._health[rank].detail), health
         if health.detail and not had_trouble:
             _log.error("rank_ssd_hangs", extra={"rank": rank, "detail": health.detail})
@@ -188,7 +188,7 @@ class LeaderTier:
             _log.warning("rank_ssd_answers_again", extra={"rank": rank})
 
     def _listed(self) -> list[Outcome]:
-        """Return rank 0's inventory of what all ranks have, once it is known."""
+        """Return rank 0's inventory, reduced to the blocks that all ranks have, once that is known."""
         parts = self._held_back
         if self._unlisted or not (parts and parts[-1].is_last):
             return []
@@ -196,7 +196,7 @@ class LeaderTier:
         common = known.intersection(*self._stored.values())
         if known and all(self._stored.values()):
             self._remove_all_but(common | self._come.keys(), known)
-        # Otherwise some directory is new, or is not open yet: nothing is removed for its sake.
+        # Otherwise some directory is new or not open yet: nothing is removed because of it.
         wanted = common - self._gone - self._come.keys()
         listed = [
             dataclasses.replace(part, records=tuple(r for r in part.records if r.hash in wanted))
@@ -208,7 +208,7 @@ class LeaderTier:
         return list(listed)
 
     def _remove_all_but(self, common: Set[BlockHash], known: Set[BlockHash]) -> None:
-        """Remove what some rank does not have from those that do; rank 0 has what is `known`."""
+        """Remove blocks that some rank lacks from the ranks that have them; rank 0 has those in `known`."""
         if lacking := tuple(known - common):
             self.own.delete(lacking)
         theirs: list[BlockHash] = sorted(set().union(*self._stored.values()) - common)
@@ -287,7 +287,7 @@ class LeaderTier:
         self._log.add(group.Order(put=put))
         return self.own.put(block, pin_end_time=pin_end_time, request_id=request_id)
 
-    # What rank 0's tier has no room for is ordered nowhere.
+    # If rank 0's tier has no room for a command, no rank gets it.
 
     def touch(self, blocks: Names) -> bool:
         is_taken = self.own.touch(blocks)
@@ -314,7 +314,7 @@ class LeaderTier:
         return ticket
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
-        """The result is rank 0's; what is damaged on others leaves all ranks as it is found."""
+        """The result is rank 0's; blocks damaged on other ranks leave all ranks when the damage is found."""
         ticket = self.own.verify(blocks)
         if ticket is not None:
             self._mark("verify_all" if blocks is None else "verify", blocks or ())

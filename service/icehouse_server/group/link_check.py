@@ -1,7 +1,7 @@
-"""Link check: how a machine that is to be a rank compares with rank 0, and what lies between them.
+"""Link check: how a machine that is to be a rank compares with rank 0, and how fast their connection is.
 
-For `icehouse doctor`; it asks rank 0, which answers as soon as it waits for its group. What is measured is
-the group's own channel, gRPC over TCP. MLX's connections have another port, and may have another cable.
+For `icehouse doctor`; it asks rank 0, which answers while it waits for its group. It measures the group's own
+channel, gRPC over TCP. MLX's connections have another port, and may have another cable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from icehouse_server.group.membership import Membership
 _CALL_S = 2.0
 _ROUND_COUNT = 8
 MESSAGE_BYTES = 512 << 10
-"""Of messages by which the bandwidth is measured."""
+"""Size of the messages that measure the bandwidth."""
 _MESSAGE_LIMIT = 256
 _MEASURE_S = 0.5
 
@@ -36,23 +36,23 @@ class Round(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """What is between this machine and rank 0."""
+    """The connection between this machine and rank 0."""
 
     difference: str
-    """The first fact that is not equal on both; empty where they agree."""
+    """The first fact that differs between them; empty if they agree."""
     skew_s: float
-    """By how much rank 0's clock is ahead; half a round trip is uncertain."""
+    """How far rank 0's clock is ahead; the uncertainty is half a round trip."""
     round_trip_s: float
     """The shortest one."""
     bytes_per_s: float
-    """There and back together, with one message under way."""
+    """Both directions together, with one message in flight."""
 
 
 def check_link(
     membership: Membership, facts: Mapping[str, str], *, tls: ChannelTls | None, clock: Clock
 ) -> Link:
-    """Ask rank 0, for some seconds at most. Raises StartError where it refuses this machine, and
-    ChannelBroken where it does not answer."""
+    """Ask rank 0, for a few seconds at most. Raises StartError if it refuses this machine, and ChannelBroken
+    if it does not answer."""
     try:
         with open_channel(membership, tls) as channel:
             compare = stubs.GroupServiceStub(channel).Compare
@@ -77,7 +77,7 @@ def check_link(
 
 
 def skew_of(rounds: Sequence[Round]) -> tuple[float, float]:
-    """Return by how much rank 0's clock is ahead, and the round trip of the question that says it best: the
-    shortest (NTP, RFC 5905)."""
+    """Return how far rank 0's clock is ahead, and the round trip of the most precise question: the shortest
+    (NTP, RFC 5905)."""
     best = min(rounds, key=lambda each: each.come_time - each.sent_time)
     return best.rank_0_time - (best.sent_time + best.come_time) / 2, best.come_time - best.sent_time

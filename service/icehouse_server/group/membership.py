@@ -1,4 +1,4 @@
-"""Membership: which machines are a group, which one this is, and what must be equal on all of them."""
+"""Membership: which machines form a group, which one this is, and what must be equal on all of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from icehouse_server.errors import ConfigError, Reason
 from icehouse_server.small_file import read_small_file
 
 _RING_PORT = 32323
-"""As mlx.launch counts from."""
+"""The port from which mlx.launch counts."""
 CONTROL_PORT = 32322
 _NUMBER = re.compile(r"[0-9]{1,5}")
 _TOLD_LIMIT = 100
-"""Characters of a wrong file that are told."""
+"""Characters of a wrong file that a message shows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Membership:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return what must be equal on all ranks: else each would wait in the ring for others."""
+        """Return what must be equal on all ranks: otherwise they would wait for each other in the ring."""
         return {"the file of hosts": " ".join(",".join(addresses) for addresses in self.ring)}
 
     def host(self, rank: int) -> str:
@@ -56,8 +56,8 @@ def membership_of(
 ) -> Membership:
     """Read a file of hosts in one of the forms that MLX knows; raises ConfigError.
 
-    Either mlx.launch's, a list of {"ssh": name, "ips": [address, ...]}, or the ring's, a list with a list of
-    "host:port" for each rank. `launched_as` is the rank by mlx.launch, for which nobody names one.
+    It is either mlx.launch's, a list of {"ssh": name, "ips": [address, ...]}, or the ring's, a list with a
+    list of "host:port" for each rank. `launched_as` is the rank from mlx.launch, used if `rank` is None.
     """
     entries = _read(hosts)
     if not isinstance(entries, list):
@@ -88,7 +88,7 @@ def _read(hosts: str) -> Any:
     except OSError as error:
         raise _invalid(f"the hosts in {hosts} cannot be read: {error.strerror}; check --group") from error
     except RuntimeError as error:
-        # Nested too deeply; or the home folder of nobody.
+        # Nested too deeply, or the home folder of an unknown user.
         is_nested = isinstance(error, RecursionError)
         what = "is not valid JSON: it is nested too deeply" if is_nested else f"cannot be read: {error}"
         raise _invalid(f"the file {hosts} {what}") from error
@@ -137,7 +137,7 @@ def releases() -> dict[str, str]:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Return the first fact that differs between rank 0 and another one; empty where they agree."""
+    """Return the first fact that differs between rank 0 and another rank; empty if they agree."""
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             return f"{name} is {theirs.get(name, 'nothing')} there and {ours.get(name, 'nothing')} on rank 0"

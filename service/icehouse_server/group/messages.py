@@ -1,4 +1,4 @@
-"""Messages of a group: chunks, blocks and their headers, and numbers of tiers, as protos and back."""
+"""Messages of a group: chunks, blocks and their headers, and counters of tiers, as protos and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from icehouse_server.storage.api import PlannedBlock
 
 
 def chunk_message(sequence: OpenSequence, chunk: Chunk) -> group.Chunk:
-    """Return what a follower needs of a chunk: not how tokens are drawn, for it takes those of rank 0."""
+    """Return what a follower needs of a chunk: not how tokens are drawn, because it takes rank 0's."""
     message = group.Chunk(
         sequence_id=chunk.sequence_id,
         token_ids=chunk.token_ids,
@@ -56,7 +56,7 @@ def chunk_from(message: group.Chunk) -> Chunk:
 
 
 def header_message(header: BlockHeader) -> group.Header:
-    """Return a block's header without its fingerprint, which each rank has its own of."""
+    """Return a block's header without its fingerprint, which differs between ranks."""
     return group.Header(
         hash=header.hash,
         parent=header.parent,
@@ -97,11 +97,11 @@ def names_from(names: Iterable[bytes]) -> tuple[BlockHash, ...]:
 
 
 def tier_report(stats: RankTierStats) -> group.TierReport:
-    """Return what a follower says of its tier."""
+    """Return a follower's report about its tier."""
     return group.TierReport(**dataclasses.asdict(stats))
 
 
 def tier_from(report: group.TierReport) -> RankTierStats:
-    """Return what a follower said of its tier. Nothing can be fewer than none."""
+    """Return the counters in a follower's report about its tier, none of them negative."""
     names = (field.name for field in dataclasses.fields(RankTierStats))
     return RankTierStats(**{name: max(0, getattr(report, name)) for name in names})

@@ -1,8 +1,8 @@
-"""Order log: what the followers are to do, in the order in which rank 0 did it.
+"""Order log: what the followers must do, in the order in which rank 0 did it.
 
-The inference thread adds, and threads of the channel and of storage that remove what some rank does not have.
-One thread for each follower sends what has been added since it last looked. What rank 0 drops (a region, a
-copy, a read) is ordered dropped with the next order: its host memory remembers which of theirs it goes with.
+The inference thread adds orders, and so do the channel's and storage's threads that remove blocks which some
+rank lacks. One thread per follower sends what was added since its last turn. If rank 0 drops a region, copy
+or read, the next order is preceded by one to drop it: a number links it to what the followers keep.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.api import KvTarget, TensorShape
 
 ORDER_LIMIT = 16_384
-"""How many orders a rank may be behind: far more than rank 0 gives from one pass to the next, which all ranks
-run together."""
+"""How many orders a rank may be behind: far more than rank 0 adds between two passes, which all ranks run
+together."""
 _ORDERS_AT_ONCE = 256
 _BYTES_AT_ONCE = 4 << 20
-"""An order with a long prompt may be larger."""
+"""A single order with a long prompt may be larger."""
 
 
 class OrderLog:
@@ -38,15 +38,15 @@ class OrderLog:
         self.behind: set[int] = set()
         """Ranks that take their orders too slowly, and get no more."""
         self._dropped: collections.deque[int] = collections.deque()
-        """Appended to without the lock, for what holds it may drop something."""
+        """Appended to without the lock, because code that holds it may drop something."""
         self.order_count = 0
-        """Of each follower, from the start."""
+        """Orders to each follower, from the start."""
         self.sent_count = 0
         """Messages, to all followers."""
         self.sent_bytes = 0
 
     def number(self) -> int:
-        """Return a number for something that the followers are to keep."""
+        """Return a number for something that the followers will keep."""
         return next(self._numbers)
 
     def drop(self, number: int) -> None:
@@ -54,7 +54,7 @@ class OrderLog:
         self._dropped.append(number)
 
     def add(self, order: Order) -> None:
-        """Have an order carried out behind all others."""
+        """Have an order carried out after all others."""
         with self._adding:
             if self._dropped:
                 dropping = Order()
@@ -72,8 +72,8 @@ class OrderLog:
                 orders.put(order)
 
     def take(self, rank: int, sequence: int, *, timeout_s: float) -> FollowResponse | None:
-        """Return what a follower is to do next, the first order of which has this number; None where
-        nothing came for so long."""
+        """Return what a follower must do next, with the number of its first order; None if nothing comes
+        within `timeout_s`."""
         orders = self._queues[rank]
         try:
             response = FollowResponse(sequence=sequence, orders=[orders.get(timeout=timeout_s)])
@@ -110,7 +110,7 @@ class GroupRead(Kept):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupTarget:
-    """Implements KvTarget: pages of rank 0, and with the followers those of the same read."""
+    """Implements KvTarget: pages of rank 0, linked to those of the same read on the followers."""
 
     own: KvTarget
     read: GroupRead

@@ -1,7 +1,7 @@
-"""Silence of a group's ranks, counted in beats of one's own.
+"""Silence of a group's ranks, counted in this rank's own beats.
 
-Not by the clock: a process that stood still itself, as MLX makes it do while it joins a ring, has heard
-nothing either, and what came meanwhile is yet to be read.
+Not measured by the clock: a process that was itself stopped, as when MLX joins a ring, has heard nothing
+either, and what came meanwhile is still to be read.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import Generic, TypeVar
 Rank = TypeVar("Rank")
 
 BEAT_S = 0.5
-"""How often each rank says that it lives."""
+"""How often each rank sends a heartbeat."""
 SILENCE_S = 3.0
-"""One that says nothing for so long is lost."""
+"""A rank that is silent for longer is lost."""
 
 
 class Silence(Generic[Rank]):
-    """Who has said nothing for how long. Any thread."""
+    """Which ranks have been silent, and for how long. Any thread."""
 
     def __init__(self, limit_s: float = SILENCE_S) -> None:
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._missed: dict[Rank, int] = {}
-        """Beats without a word."""
+        """Beats since the rank was last heard."""
 
     def hear(self, rank: Rank) -> None:
-        """Note that one speaks, who is to speak again soon."""
+        """Note that a rank was heard; it must be heard again soon."""
         with self._lock:
             self._missed[rank] = 0
 
     def excuse(self, rank: Rank) -> None:
-        """Let one be silent, until it is heard again."""
+        """Let a rank be silent until it is heard again."""
         with self._lock:
             self._missed.pop(rank, None)
 
     def beat(self) -> list[Rank]:
-        """Count a beat; return those that have been silent for too long."""
+        """Count a beat; return the ranks that have been silent for too long."""
         with self._lock:
             for rank in self._missed:
                 self._missed[rank] += 1

@@ -1,11 +1,11 @@
 """Authentication interceptor before every method: who calls, may they, and does their message arrive.
 
-What a method allows is its row of the method table.
+A method's row in the method table says what it allows.
 
-A method with one request and one answer is served as if both were streams. Nobody can see that on the wire,
-and the server gains four things. The caller is known before any of its message is read. A message that
-trickles in holds nothing for longer than its timeout. Bytes that are no message get a status of ours. An
-answer that is not read still holds its caller's slot, so nobody can leave answers unread for free.
+Unary methods are served as if request and response were streams. This is invisible on the wire, and the
+server gains four things. The caller is known before any of its message is read. A message that trickles in
+holds nothing for longer than its timeout. Malformed bytes get one of our statuses. An unread answer still
+holds its caller's slot, so leaving answers unread is not free.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from icehouse_server.rpc.calls.wire import Encoded, Limit, current_limit, receiv
 from icehouse_server.rpc.engine_client import answers
 
 _TURN_COUNT = 16
-"""Commands and counters that are worked on at once; one caller has half of them."""
+"""Commands and counters in progress at once; one caller may have half of them."""
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Stands before all methods, gRPC's own included. Owned by the event loop."""
+    """Runs before all methods, including gRPC's own. Owned by the event loop."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._message_timeout_s = config.connection.message_timeout_s
         self._message_byte_limit = config.server.max_message_bytes
         self._run_long = run_long
-        # One caller may hold half of either memory.
+        # One caller may hold half of each memory.
         self._memory = FairQueue(capacity=config.server.request_memory_bytes, factor=1.0)
         self._answer_memory = FairShare(
             limit=config.server.answer_memory_bytes, factor=1.0, what="bytes of unread answers"
@@ -85,7 +85,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's own handler, authenticated; None for a method that is not there."""
+        """Return the method's own handler, authenticated; None if there is no such method."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method.removeprefix("/")
         return None if handler is None else self._guarded(handler, method)
@@ -104,7 +104,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     try:
                         self._let_in(method, context, held)
                     except Exception as error:
-                        held.close()  # its status may be long in being read
+                        held.close()  # its status may wait long to be read
                         await self._refuse(context, error)
                     if handler.request_streaming:
                         request = parsed(requests)
@@ -120,7 +120,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         )
 
     async def _respond(self, handler: Any, responses: Any, method: str, context: Context) -> None:
-        """Send what a handler returns, one answer or several."""
+        """Send what a handler returns: one answer or several."""
         if not inspect.isawaitable(responses):
             async for response in responses:
                 await self._answer(context, response)
@@ -129,13 +129,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             response = await responses
         # None: a stream that has written its messages itself, or channelz, which only sets a status.
         if response is not None:
-            # Encoded, so that the message is not kept while it is sent.
+            # Encoded now, so that the message is not kept while it is sent.
             if not isinstance(response, Encoded):
                 response = Encoded(handler.response_serializer(response))
             await self._answer(context, response)
 
     async def _admit(self, handler: Any, method: str, context: Context, held: contextlib.ExitStack) -> Any:
-        """Return the call's request, or end the call with a status; `held` gets what the request takes up."""
+        """Return the call's request, or end the call with a status; `held` gets what the request holds."""
         row = METHODS[method]
         timeout_s = self._message_timeout_s
         if row.message_timeout_s is not None:
@@ -144,7 +144,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         try:
             async with loop_timeout(timeout_s) as timer, self._admission(row, timer):
                 if row.message_byte_limit is None:
-                    # How long the message is, nobody knows before it is there.
+                    # The length of the message is unknown before it arrives.
                     memory = await self._memory.take(callers.origin.get(), self._message_byte_limit)
                     held.callback(memory.release)
                 data = await context.read()
@@ -192,8 +192,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             ) from None
 
     def _turn(self, row: Method) -> contextlib.AbstractAsyncContextManager[None]:
-        """Wait until the caller may run one more command: answers that come all at once would keep the event
-        loop busy."""
+        """Wait until the caller may run one more command: too many answers at once would keep the event loop
+        busy."""
         if row.pool is CallPool.COMMANDS and row.thread is WorkThread.INFERENCE:
             return self._turns.turn(callers.origin.get())
         return contextlib.nullcontext()
@@ -209,7 +209,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _limited(self, method: str, context: Context) -> AsyncIterator[None]:
-        """End a call without a deadline when its method's has passed, and any call when the server stops."""
+        """End a call without a deadline after its method's deadline, and any call when the server stops."""
         deadline_s = METHODS[method].deadline_s
         limit = Limit(deadline_s if context.time_remaining() is None else None)
         current_limit.set(limit)
@@ -222,7 +222,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     raise
                 has_ended = bool(context.code())
                 if has_ended:
-                    # Its status is already waiting for its reader.
+                    # Its status already waits for the reader.
                     raise asyncio.CancelledError from None
                 await end(context, status_of(stopping() if limit.is_cut else _endless(deadline_s)))
 
@@ -238,7 +238,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             raise error
 
     def _let_in(self, method: str, context: Context, held: contextlib.ExitStack) -> None:
-        """Find out who calls, and have `held` keep the call's slots until it ends; raises what refuses it."""
+        """Identify the caller and have `held` keep the call's slots until it ends; raises what refuses it."""
         row = METHODS[method]
         caller = self._caller_of(row, context)
         if row.access is MethodAccess.OPERATOR:
@@ -283,11 +283,11 @@ _PART_COUNT = 8
 
 @contextlib.asynccontextmanager
 async def loop_timeout(timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """Raise TimeoutError out of the block after so long; the timer may be rescheduled.
+    """Raise TimeoutError out of the block after `timeout_s`; the timer may be rescheduled.
 
     With asyncio.timeout, an event loop that was blocked finds the timer and the message due in the same turn,
     and the timer wins. This one runs in short parts: a blocked loop, however long, uses up one of them, and
-    the others are time to read the message.
+    the others leave time to read the message.
     """
     loop = asyncio.get_running_loop()
     part: asyncio.TimerHandle | None = None
@@ -309,17 +309,17 @@ async def loop_timeout(timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 FIELD_LIMIT = 1 << 16
-"""Fields of one request, such as 4,096 messages of a chat with sixteen each. They are parsed in 2 ms."""
+"""Fields in one request, such as 4,096 chat messages with sixteen each. They are parsed in 2 ms."""
 SCANNED_FIELD_LIMIT = 1000
 """A message with more top-level fields has too many stop strings, and a prompt with more has too many tools;
-both are refused for that."""
+both are refused for that reason."""
 
 _PROMPT = prompt_pb2.Prompt.DESCRIPTOR
 
 
 @functools.cache
 def input_of(method: str) -> Descriptor:
-    """Return the request's type of a method."""
+    """Return the type of a method's request."""
     service, _, name = method.partition("/")
     return descriptor_pool.Default().FindServiceByName(service).methods_by_name[name].input_type
 
@@ -329,7 +329,7 @@ def check_fields(data: bytes, descriptor: Descriptor) -> None:
 
     A parser silently uses the last field of a oneof, so a prompt could get lost. It makes an object of each
     field and holds Python's global lock meanwhile: ten megabytes of short messages take a quarter of a
-    second. Raises InvalidRequest. Bytes that are no message are left to the parser.
+    second. Raises InvalidRequest. Malformed bytes are left to the parser.
     """
     if len(data) > LONG_MESSAGE_BYTES and has_more_fields(data, descriptor, limit=FIELD_LIMIT):
         raise InvalidRequest(
@@ -349,9 +349,9 @@ def check_fields(data: bytes, descriptor: Descriptor) -> None:
 
 
 def clashing_fields(data: bytes, descriptor: Descriptor) -> tuple[str, ...]:
-    """Return the names of fields that share a oneof, in `data` or its `prompt`; empty for no clash.
+    """Return the names of fields that share a oneof, in `data` or its `prompt`; empty if none do.
 
-    A parser merges a prompt that is sent in several pieces, so their fields count together.
+    A parser merges a prompt that is sent in several pieces, so the fields of all pieces count.
     """
     top = list(islice(fields(data, 0, len(data)), SCANNED_FIELD_LIMIT))
     if clash := _clash({field.number for field in top}, descriptor):
@@ -375,7 +375,7 @@ def _clash(present: Set[int], descriptor: Descriptor) -> tuple[str, ...]:
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _VARINT_BYTES = 10
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4, 3: 0, 4: 0}
-"""Sizes of values of fixed length; the ends of a group have none."""
+"""Sizes of fixed-length values; the start and end of a group have none."""
 
 
 class Field(NamedTuple):
@@ -385,13 +385,13 @@ class Field(NamedTuple):
     start: int
     stop: int
     is_delimited: bool
-    """Whether it is a text, bytes, a message or packed numbers."""
+    """Whether it is a string, bytes, a message or packed numbers."""
 
 
 def fields(data: bytes, start: int, stop: int) -> Iterator[Field]:
     """Yield the fields of the message in data[start:stop], as far as it is well formed.
 
-    The fields of a group, which proto3 does not write, count as fields beside it.
+    The fields of a group, which proto3 never writes, count as if they were outside of it.
     """
     position = start
     try:
@@ -413,7 +413,7 @@ def fields(data: bytes, start: int, stop: int) -> Iterator[Field]:
             yield Field(tag >> 3, position, position + size_bytes, kind == _LENGTH)
             position += size_bytes
     except IndexError:
-        # In the middle of a number: the parser will complain.
+        # Inside a number: the parser will complain.
         return
 
 
@@ -438,12 +438,12 @@ def has_more_fields(data: bytes, descriptor: Descriptor, *, limit: int) -> bool:
 
 @functools.cache
 def _messages_in(descriptor: Descriptor) -> Mapping[int, Descriptor]:
-    """Return the type of each field that is a message, by the field's number."""
+    """Return the type of each message field, by field number."""
     return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return a number and the position after it; raises IndexError if it does not end in time."""
+    """Return a number and the position after it; raises IndexError if it is cut off or too long."""
     value = 0
     # A 64-bit number is never longer, and adding up one as long as a message would take hours.
     for shift in range(0, 7 * _VARINT_BYTES, 7):

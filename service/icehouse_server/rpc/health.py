@@ -1,7 +1,7 @@
-"""Health service: the standard one, by the engines' states and heartbeats, for the server and each model.
+"""Health service: the standard one, from the engines' states and heartbeats, for the server and each model.
 
-`models/<name>` asks about one model, by its name or an alias. Every other name is a service's, or the empty
-one: whether the server takes calls at all, whichever models are loaded.
+`models/<name>` asks about one model, by its name or an alias. Any other name is a service's or empty, and
+asks whether the server accepts calls at all, whichever models are loaded.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.seat import Seats
 
 MODEL_PREFIX = "models/"
-"""Begins the name of a model."""
+"""Prefix of model names."""
 _LOOK_INTERVAL_S = 0.5
-"""How often watchers look at the heartbeat. Changes of state do not wait for it."""
+"""How often watchers look at the heartbeat. State changes are sent at once."""
 
 
 class Health(health_pb2_grpc.HealthServicer):
     """Owned by the event loop.
 
-    A check is answered by the state at that moment. Each watcher looks at it in its own task, without a lock:
-    grpc_health's own servicer writes under one, so that a reader who takes nothing stops everybody's updates.
+    A check gets the status at that moment. Each watcher looks at it in its own task, without a lock:
+    grpc_health's own servicer writes under a lock, so one reader that takes nothing stops everybody's
+    updates.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class Health(health_pb2_grpc.HealthServicer):
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._is_stopping = False
         self._changed = asyncio.Event()
-        """Set at the next change of state; later changes have an event of their own."""
+        """Set at the next change of state; each change has its own event."""
         self._names = frozenset(("", *service_names))
         self._stall_timeout_s = stall_timeout_s
         seats.add_listener(self._wake_watchers)
 
     @property
     def is_serving(self) -> bool:
-        """The server takes calls, nobody ordered a stop, and the inference loop turns."""
+        """The server accepts calls, no stop was ordered, and the inference loop turns."""
         return not self._is_stopping and self._seats.turns(patience_s=self._heartbeat_timeout_s)
 
     def serves(self, model: str) -> bool:
@@ -62,12 +63,12 @@ class Health(health_pb2_grpc.HealthServicer):
         return self.is_serving and self._seats.takes(model, callers.current.get())
 
     def stop_serving(self) -> None:
-        """NOT_SERVING from now on, whatever the engine says."""
+        """Report NOT_SERVING from now on, whatever the engine says."""
         self._is_stopping = True
         self._wake_watchers()
 
     def _wake_watchers(self) -> None:
-        # Those who wait have the old event; others get the new one, which is not set.
+        # Current waiters have the old event; later ones get the new one, which is not set.
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -103,7 +104,7 @@ class Health(health_pb2_grpc.HealthServicer):
                     if status != sent:
                         await timer.write(context, HealthCheckResponse(status=status))
                         sent = status
-                    # Also without a change of state: the heartbeat may have gone stale.
+                    # Look even without a change of state: the heartbeat may have become stale.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(_LOOK_INTERVAL_S):
                             await changed.wait()
@@ -120,6 +121,6 @@ class Health(health_pb2_grpc.HealthServicer):
                 return HealthCheckResponse.SERVICE_UNKNOWN
         except NotFound:
             return HealthCheckResponse.SERVICE_UNKNOWN
-        except IcehouseError:  # the only model is not there yet, or no longer
+        except IcehouseError:  # the only model is not loaded yet, or no longer
             is_serving = False
         return HealthCheckResponse.SERVING if is_serving else HealthCheckResponse.NOT_SERVING

@@ -1,4 +1,4 @@
-"""Listening addresses: binding them, checking that they are safe, and gRPC's options for connections."""
+"""Listening addresses: binding them, checking that they are safe, and gRPC's connection options."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _logger = logging.getLogger("icehouse_server.rpc.address")
 UDS_PATH_BYTE_LIMIT = 103
 """sockaddr_un.sun_path of macOS without its final zero; Linux allows four bytes more."""
 _BACKLOG = 1024
-"""Connections that wait to be accepted."""
+"""Connections that may wait to be accepted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SocketFile:
-    """A Unix socket in the file system, distinguished from another one of the same name."""
+    """A Unix socket in the file system, distinguishable from another one with the same name."""
 
     path: Path
     device: int
@@ -41,7 +41,7 @@ class SocketFile:
         return cls(path, found.st_dev, found.st_ino)
 
     def remove(self) -> None:
-        """Remove it unless another server has its own socket at this name by now."""
+        """Remove it unless another server now has a socket with this name."""
         with contextlib.suppress(FileNotFoundError):
             if SocketFile.at(self.path) == self:
                 self.path.unlink()
@@ -54,7 +54,7 @@ class Bound:
     address: str
     """As clients write it."""
     socket_file: SocketFile | None = None
-    """To be removed after the stop."""
+    """Must be removed after the stop."""
 
 
 def bind(
@@ -66,7 +66,7 @@ def bind(
 ) -> Bound:
     """Bind the configured address; raises StartError.
 
-    `credentials` are the server's TLS; None is plain text. A Unix socket never needs them.
+    `credentials` are the server's TLS; None for plain text. A Unix socket never needs them.
     """
     if config.uds is not None:
         return bind_uds(server, Path(config.uds))
@@ -94,14 +94,14 @@ def bind_tcp(
         else:
             bound_port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        # gRPC says only that it failed, so the system is asked why.
+        # gRPC says only that it failed, so ask the system why.
         cause = _try_to_listen(host=host, port=port)
         raise _tcp_error(cause, host=host, port=port, flags=flags) from error
     return f"{shown_host}:{bound_port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`; an unknown name counts as reachable by others."""
+    """Whether only this machine can reach `host`; an unknown name counts as reachable from others."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -110,8 +110,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(config: ServerConfig, security: SecurityConfig) -> None:
-    """Raise StartError for an address that others can reach without TLS or credentials, unless that is
-    allowed."""
+    """Raise StartError if others can reach the address without TLS or credentials, unless that is allowed."""
     if config.uds is None:
         _check_host(config.host, security)
 
@@ -134,8 +133,8 @@ def check_control_address(address: str, security: SecurityConfig) -> None:
 def listen_for_http(config: HttpConfig, security: SecurityConfig) -> socket.socket:
     """Return a socket that listens at the configured address.
 
-    Raises StartError for an address that `check_address` refuses or that cannot be had, and where callers of
-    HTTP could prove nothing.
+    Raises StartError if `check_address` refuses the address, if it is not available, or if HTTP callers would
+    have no way to prove who they are.
     """
     assert config.port is not None, "there is no port for HTTP"
     _check_host(config.host, security)
@@ -154,7 +153,7 @@ def listen_for_http(config: HttpConfig, security: SecurityConfig) -> socket.sock
 
 
 def speaks_tls(config: HttpConfig, security: SecurityConfig) -> bool:
-    """Whether callers of HTTP speak TLS: those of other machines, where the server has a certificate."""
+    """Whether HTTP callers speak TLS: if the server has a certificate and other machines can reach it."""
     return security.tls_certificate is not None and not is_loopback(config.host)
 
 
@@ -176,9 +175,9 @@ def _check_host(host: str, security: SecurityConfig) -> None:
 
 
 def check_free(config: ServerConfig) -> None:
-    """Raise StartError for an address that cannot be bound: it is in use, or the system refuses.
+    """Raise StartError if the address cannot be bound: it is in use, or the system refuses.
 
-    Binds nothing, so it may be taken by the time the server binds it.
+    This binds nothing, so the address may be taken before the server binds it.
     """
     if config.uds is not None:
         _check_socket(Path(config.uds))
@@ -193,7 +192,7 @@ def check_port_free(host: str, port: int, *, flags: str = "--") -> None:
 
 
 def check_rank_free(address: str) -> None:
-    """Raise StartError where a rank cannot listen at "host:port", as `check_free` does."""
+    """Raise StartError if a rank cannot listen at "host:port", as `check_free` does."""
     host, _, port = address.rpartition(":")
     if (cause := _try_to_listen(host=host.strip("[]"), port=int(port))) is not None:
         raise StartError(
@@ -205,14 +204,14 @@ def check_rank_free(address: str) -> None:
 
 
 def check_metrics_free(config: TelemetryConfig) -> None:
-    """Raise StartError where the Prometheus endpoint cannot listen, as `check_free` does."""
+    """Raise StartError if the Prometheus endpoint cannot listen, as `check_free` does."""
     if config.metrics_port is None:
         return
     check_port_free(config.metrics_host, config.metrics_port, flags="--metrics-")
 
 
 def _missing_at(host: str, security: SecurityConfig) -> str:
-    """Return what the address lacks; nothing if only this machine can reach it."""
+    """Return what the address lacks; "" if only this machine can reach it."""
     if is_loopback(host):
         return ""
     missing = []
@@ -224,7 +223,7 @@ def _missing_at(host: str, security: SecurityConfig) -> str:
 
 
 def _tcp_error(cause: OSError | None, *, host: str, port: int, flags: str = "--") -> StartError:
-    """Return the refusal of an address; `flags` is what the options that choose another one begin with."""
+    """Return the error of an address; `flags` is the prefix of the options that choose another one."""
     if cause is not None and cause.errno == errno.EACCES:
         what = f"port {port} needs privileges that this process lacks; choose one above 1023 with {flags}port"
     elif cause is None or cause.errno == errno.EADDRINUSE:
@@ -261,17 +260,16 @@ def _listening(*, host: str, port: int) -> socket.socket:
 
 def bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
     """Bind a Unix socket that only this account may connect to; raises StartError."""
-    # At its stop gRPC removes whatever is at the name that it bound, also another server's socket. So it gets
-    # a name of its own, and never the one that clients know.
+    # At its stop gRPC removes whatever has the name that it bound, even another server's socket. So it binds
+    # a private name, never the one that clients know.
     own_path = path.with_name(f".{secrets.token_hex(2)}")
     size_bytes = max(len(os.fsencode(path)), len(os.fsencode(own_path)))
     if size_bytes > UDS_PATH_BYTE_LIMIT:
         raise _uds_error(path, f"its path has {size_bytes} bytes, the limit is {UDS_PATH_BYTE_LIMIT}")
     _prepare_folder(path)
     _check_socket(path)
-    # The socket's permissions are the credentials of its peers: only its owner may connect, and the mask
-    # makes that true from the first moment. gRPC says no more about such a peer: its auth context has no user
-    # id.
+    # The socket's permissions act as credentials: only its owner may connect, and the mask ensures that from
+    # the first moment. gRPC tells nothing more about such a peer: its auth context has no user id.
     old_mask = os.umask(stat.S_IRWXG | stat.S_IRWXO | stat.S_IXUSR)
     try:
         server.add_insecure_port(f"unix:{own_path}")
@@ -294,7 +292,7 @@ def _check_socket(path: Path) -> None:
 
 
 def _prepare_folder(path: Path) -> None:
-    """Make the socket's folder if it is missing, and refuse one in which others could replace the socket."""
+    """Create the socket's folder if it is missing; refuse one in which others could replace the socket."""
     folder = path.parent
     if not os.path.lexists(folder) and folder.parent.is_dir():
         folder.mkdir(mode=stat.S_IRWXU)
@@ -312,7 +310,7 @@ def _prepare_folder(path: Path) -> None:
 
 def _path_folders(folder: Path) -> Iterator[Path]:
     """Yield each folder on the way to an existing one, including those of links, and the folder itself:
-    whoever may write one of them decides where the path leads."""
+    whoever may write to one of them decides where the path leads."""
     for place in (*reversed(folder.parents), folder):
         if place.is_symlink():
             yield from _path_folders(place.parent / os.readlink(place))
@@ -339,16 +337,16 @@ def _uds_error(path: Path, what: str) -> StartError:
 
 
 _PENDING_CALL_LIMIT = 1 << 14
-"""Of 32 connections at their stream limit; refusing 1,170 calls took 0.4 s (2-core x86)."""
+"""That of 32 connections at their stream limit; refusing 1,170 calls took 0.4 s (2-core x86)."""
 
 _UNLIMITED_MS = 2**31 - 1
-"""What gRPC takes for "never"."""
+"""gRPC's value for "never"."""
 _UNLIMITED_S = 2**31 - 1
-"""The same, of an argument in seconds."""
+"""The same for an argument in seconds."""
 
 
 def server_options(server: ServerConfig, connection: ConnectionConfig) -> list[tuple[str, int]]:
-    """Return the arguments of the one server."""
+    """Return the arguments of the gRPC server."""
     return [
         ("grpc.max_receive_message_length", server.max_message_bytes),
         # Answers are as long as the request allowed: the tokens of a long prompt, a long output.
@@ -358,13 +356,13 @@ def server_options(server: ServerConfig, connection: ConnectionConfig) -> list[t
         ("grpc.enable_channelz", int(server.channelz_enabled)),
         ("grpc.max_allowed_incoming_connections", connection.connection_limit),
         ("grpc.max_concurrent_streams", connection.stream_limit),
-        # Calls of everybody that have arrived and were not taken up yet. Beyond the first limit gRPC ends
-        # some at random, beyond the second all. One caller's burst must not do that; such calls are refused
+        # Calls of all callers that have arrived and were not accepted yet. Above the first limit gRPC ends
+        # some at random, above the second all. One caller's burst must not cause that; such calls are refused
         # in order.
         ("grpc.server.max_pending_requests", _PENDING_CALL_LIMIT),
         ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALL_LIMIT),
         # From half of the hard limit on, the soft limit refuses calls at random. One limit is enough.
-        # What has waited for 30 s would be ended as cancelled too, when the machine is busy or was asleep.
+        # By default calls that waited for 30 s are cancelled, even if the machine was just busy or asleep.
         ("grpc.server_max_unrequested_time_in_server", _UNLIMITED_S),
         ("grpc.max_metadata_size", connection.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", connection.max_metadata_bytes),
@@ -372,8 +370,8 @@ def server_options(server: ServerConfig, connection: ConnectionConfig) -> list[t
         # Notice a caller whose machine has vanished: its request takes memory.
         ("grpc.keepalive_time_ms", _ms(connection.keepalive_s)),
         ("grpc.keepalive_timeout_ms", _ms(connection.keepalive_timeout_s)),
-        # Gateways ping every 10 s, with or without calls, and gRPC's own limit of 5 minutes would cut them
-        # off. The third ping that comes too fast ends the connection with too_many_pings.
+        # Gateways ping every 10 s, with or without calls, and gRPC's own limit of 5 minutes would disconnect
+        # them. The third ping that comes too early ends the connection with too_many_pings.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(connection.min_ping_interval_s)),
         ("grpc.http2.max_ping_strikes", 2),

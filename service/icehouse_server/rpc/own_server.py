@@ -1,8 +1,8 @@
-"""Own server: whether what listens at the configured address is an Icehouse with these settings.
+"""Own server: whether an Icehouse with these settings listens at the configured address.
 
-For commands that run beside the server, which has the port and the cache directory. Takes some seconds at
-most and needs no credentials: over TLS the server is known by its certificate, in plain text by its answer to
-a health check.
+For commands that run beside the server, which has the port and the cache directory. Takes a few seconds at
+most and needs no credentials: over TLS the server is recognised by its certificate, in plain text by its
+answer to a health check.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIF
 
 
 class OwnServer(enum.Enum):
-    """What listens there."""
+    """What listens at the address."""
 
     ABSENT = enum.auto()
     """Nothing, or somebody else's server."""
     NOT_SERVING = enum.auto()
-    """One of ours that is loading its model or about to stop."""
+    """Our server, loading its model or about to stop."""
     RUNNING = enum.auto()
 
 
 def find_own_server(server: ServerConfig, security: SecurityConfig) -> OwnServer:
-    """Ask who listens at the configured address."""
+    """Find out what listens at the configured address."""
     if server.uds is None and security.tls_certificate is not None:
         host, _, port = server.local_address.rpartition(":")
         is_own = _shows_certificate(host.strip("[]"), int(port), Path(security.tls_certificate))
@@ -50,7 +50,7 @@ def find_own_server(server: ServerConfig, security: SecurityConfig) -> OwnServer
 
 
 def is_own_http(http: HttpConfig, security: SecurityConfig) -> bool:
-    """Whether the HTTP front of a server of ours answers at the configured address."""
+    """Whether the HTTP front of our server answers at the configured address."""
     assert http.port is not None, "there is no port for HTTP"
     host = http.host if http.host not in ("0.0.0.0", "::") else "localhost"
     if speaks_tls(http, security) and security.tls_certificate is not None:
@@ -59,7 +59,7 @@ def is_own_http(http: HttpConfig, security: SecurityConfig) -> bool:
     with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException, ValueError):
         connection.request("GET", "/health")
         answer = json.loads(connection.getresponse().read(_ANSWER_LIMIT_BYTES))
-        # What it answers while the server loads or refuses to tell, too.
+        # These keys are also in its answers while the server loads or refuses access.
         return isinstance(answer, dict) and bool(answer.keys() & {"status", "error"})
     return False
 
@@ -72,7 +72,7 @@ def _ask_for_health(target: str) -> OwnServer:
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=_SERVICE), timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
-            # It is ours: health checks need credentials here too.
+            # If the error is ours, health checks need credentials here.
             is_own = ERROR_DOMAIN in str(cast(Any, error).trailing_metadata())
             return OwnServer.RUNNING if is_own else OwnServer.ABSENT
     is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -80,7 +80,7 @@ def _ask_for_health(target: str) -> OwnServer:
 
 
 def _shows_certificate(host: str, port: int, path: Path) -> bool:
-    """Return whether the port shows the certificate in a file, whose key only our server should have."""
+    """Return whether the port shows the certificate in a file; only our server should have its key."""
     with contextlib.suppress(OSError, ValueError):
         found = _CERTIFICATE.search(read_small_file(path).content.decode("ascii", "ignore"))
         shown = ssl.get_server_certificate((host, port), timeout=_TIMEOUT_S)

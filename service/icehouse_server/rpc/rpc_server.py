@@ -1,6 +1,6 @@
-"""gRPC server: wires the services together, begins to listen, and stops in order. Reflection too.
+"""gRPC server: wires the services together, starts listening, and stops in order. Reflection too.
 
-A model that gateways find at a port of its own has a second server there, behind the same interceptors.
+A model whose gateways expect a port of its own gets a second server there, behind the same interceptors.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ _draw_seed = functools.partial(secrets.randbits, 64)
 _TURN_S = 0.02
 """A stop counts turns of the event loop, so that a blocked loop does not use up the time."""
 _FLUSH_TURNS = 25
-"""For the last answers and statuses to be sent after their calls have ended."""
+"""For sending the last answers and statuses after their calls have ended."""
 _QUIET_TURNS = 2
-"""Turns without a new call until the port is closed: gRPC cancels calls that nobody has taken up."""
+"""Turns without a new call before the port is closed: gRPC cancels calls that are not accepted yet."""
 _BUSY_TURNS = 50
-"""The same if somebody has called since the stop: a balancer checks health once a second."""
+"""The same if a call came after the stop began: a balancer checks health once a second."""
 _LONGEST_TURNS = 150
 _CLOSE_S = 0.5
-"""How long gRPC may wait for calls whose answers nobody reads."""
+"""How long gRPC may wait for calls whose answers are not read."""
 
 
 class RpcServer:
@@ -89,7 +89,7 @@ class RpcServer:
         worker: WorkerModels | None = None,
         draw_seed: Callable[[], int] = _draw_seed,
     ) -> None:
-        """`worker` makes it a gateways' worker."""
+        """`worker` also serves the gateways' worker protocol."""
         self._about = server_proto(config)
         self._config = config.server
         self._security_config = config.security
@@ -117,16 +117,16 @@ class RpcServer:
             heartbeat_timeout_s=config.server.stuck_timeout_s,
             stall_timeout_s=config.server.stall_timeout_s,
         )
-        """The health service, by the engine's state and heartbeat."""
+        """The health service, from the engine's state and heartbeat."""
         self._interceptors = self._make_interceptors(config)
         self._server = self._grpc_server(config)
         self._worker_servers = {
             model: (port, self._grpc_server(config))
             for model, port in (worker.ports if worker else {}).items()
         }
-        """Of the models with a port of their own for gateways."""
+        """Servers of the models with their own port for gateways."""
         self.worker_addresses: Mapping[str, str] = {}
-        """Where these are found, once started."""
+        """Their addresses, once started."""
         self._refreshing: asyncio.Task[None] | None = None
         """Reads certificates and tokens again."""
         self._bound = Bound("")
@@ -154,9 +154,9 @@ class RpcServer:
         return (self._server, *(server for _, server in self._worker_servers.values()))
 
     async def start(self, *, private_socket: Path | None = None) -> str:
-        """Listen and return the address; raises StartError when it cannot be had.
+        """Listen and return the address; raises StartError if it is not available.
 
-        `private_socket` is a Unix socket beside it, in plain text: credentials hold there as everywhere.
+        `private_socket` is an additional Unix socket, in plain text: calls need the same credentials there.
         """
         quiet_lost_answers()
         self.security.load()
@@ -186,11 +186,11 @@ class RpcServer:
 
     @property
     def address(self) -> str:
-        """What clients connect to, once started: "host:port" or "unix:path"."""
+        """The address for clients, once started: "host:port" or "unix:path"."""
         return self._bound.address
 
     async def stop(self, *, grace_s: float) -> None:
-        """NOT_SERVING, no new calls, running ones get `grace_s` to end; what is left ends as UNAVAILABLE."""
+        """Report NOT_SERVING, refuse new calls, give running ones `grace_s`; end the rest as UNAVAILABLE."""
         self.health.stop_serving()
         for seat in self._seats.loaded().values():
             seat.prefetcher.close()
@@ -200,7 +200,7 @@ class RpcServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._calls.idle.wait()
-        # Health watchers, which would never end.
+        # Health watchers and others that would never end.
         self._calls.cut(endless_only=True)
         if grace_s:
             await self._refuse_latecomers()
@@ -216,7 +216,7 @@ class RpcServer:
                 bound.socket_file.remove()
 
     async def _refuse_latecomers(self) -> None:
-        """Return when no new calls come, or after the longest wait."""
+        """Return when no new calls arrive, or after the longest wait."""
         calls, quiet_count, wanted_count = self._calls, 0, _QUIET_TURNS
         for turn in range(_LONGEST_TURNS):
             refused_count = calls.refused_count
@@ -250,7 +250,7 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names: tuple[str, ...] = (*SERVICE_NAMES, health.SERVICE_NAME)
         if worker is not None:
-            # Part of an optional extra: only a gateway's worker has it.
+            # This needs an optional extra, which only a gateway's worker has.
             from icehouse_server.rpc.worker.vllm_engine_service import SERVICE_NAME, VllmEngineService
 
             at_ports = {model: server for model, (_, server) in self._worker_servers.items()}
@@ -301,8 +301,8 @@ _logger = logging.getLogger("icehouse_server.rpc.grpc_log")
 def quiet_lost_answers() -> None:
     """Log answers that grpc's core could not send as DEBUG lines without a traceback.
 
-    It happens when a caller leaves just as its answer is sent. grpc.aio logs an error with a traceback, with
-    which any caller could fill the log.
+    This happens when a caller leaves just as its answer is sent. grpc.aio logs an error with a traceback, so
+    any caller could fill the log.
     """
     # A function is added only once, however often this is called.
     logging.getLogger(CORE_LOGGER_NAME).addFilter(_is_logged)
@@ -325,7 +325,7 @@ V1ALPHA_NAME = "grpc.reflection.v1alpha.ServerReflection"
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
     """Serve reflection v1 and v1alpha, for `service_names` and for reflection itself.
 
-    `grpcio-reflection` has v1alpha only. v1 has the same messages under another package name, field for
+    `grpcio-reflection` has only v1alpha. v1 has the same messages under another package name, field for
     field, so the same servicer answers both; its descriptor is derived, so that v1 can describe itself too.
     """
     names = (*service_names, V1_NAME, V1ALPHA_NAME)
@@ -361,7 +361,7 @@ class _Pool:
 
 @functools.cache
 def pool_with_v1() -> descriptor_pool.DescriptorPool:
-    """Return the pool of all descriptors, version 1 of reflection among them."""
+    """Return the pool of all descriptors, including version 1 of reflection."""
     pool = descriptor_pool.Default()
     alpha = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(alpha)

@@ -1,4 +1,4 @@
-"""Leading: what makes the engine of rank 0 lead a group, and what all ranks must have alike."""
+"""Leading: what makes rank 0's engine lead a group, and what must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ _Post = Callable[[Outcome], object]
 
 def find_membership(config: Config) -> Membership | None:
     """Return the group that the settings name; None without one. Raises ConfigError, also for what a group
-    does not serve, or StartError for a channel that others could read and for certificates that cannot be
-    used."""
+    does not serve, and StartError for a channel that others could read and for unusable certificates."""
     if config.group.hosts is None:
         return None
     membership = membership_of(
@@ -47,14 +46,14 @@ def find_membership(config: Config) -> Membership | None:
     )
     _check_served(config)
     check_control_address(membership.control, config.security)
-    # Here because reading the model may take minutes, after which nobody wants to hear of these.
+    # Here because reading the model may take minutes: report a bad certificate before that.
     tls_of(config.security)
     return membership
 
 
 def own_membership(config: Config) -> Membership | None:
-    """Return the group that this process is to be a rank of, as `find_membership` does. Raises StartError,
-    too, where it cannot listen for the other ranks."""
+    """Return the group of which this process is a rank, as `find_membership` does. Also raises StartError if
+    it cannot listen for the other ranks."""
     membership = find_membership(config)
     if membership is None:
         return None
@@ -67,7 +66,7 @@ def own_membership(config: Config) -> Membership | None:
 
 
 def _check_served(config: Config) -> None:
-    """Raise ConfigError for settings of what a group does not serve."""
+    """Raise ConfigError for settings that a group does not support."""
     for key, is_set in (
         ("models", bool(config.models)),
         ("model.draft_model", config.model.draft_model is not None),
@@ -115,10 +114,10 @@ class LeaderParts:
         self._tier: LeaderTier | None = None
         self._server: GroupServer | None = None
         self.lost: IcehouseError | None = None
-        """Why the group is broken. The engine may know nothing of it, and end in order."""
+        """Why the group is broken. The engine may not know, and end normally."""
 
     def open_channel(self, facts: dict[str, str]) -> None:
-        """Make the channel, which hears nobody yet. `facts` are what must be equal on all ranks."""
+        """Create the channel, which does not listen yet. `facts` must be equal on all ranks."""
         self._server = GroupServer(
             self.membership,
             facts,
@@ -131,18 +130,18 @@ class LeaderParts:
         )
 
     def listen(self) -> None:
-        """Let the others join. Raises StartError. A signal must be heard by then: the ranks that have joined
-        end in order only if rank 0 does."""
+        """Let the other ranks join. Raises StartError. Signal handlers must be set by then: the ranks that
+        have joined shut down cleanly only if rank 0 does."""
         assert self._server is not None
         self._server.start()
 
     def leading(self, runner: ModelRunner) -> LeaderRunner:
-        """Return the runner that the others repeat."""
+        """Return the runner that the other ranks repeat."""
         assert self._server is not None
         return LeaderRunner(runner, self._log, clock=self._clock, wait_for_all=self._server.wait_for_all)
 
     def open_tier(self, open_own: Callable[[_Post], ColdTier | None], post: _Post) -> ColdTier | None:
-        """Return the tiers of all ranks as one. `open_own` opens rank 0's; None without an SSD tier."""
+        """Return the tiers of all ranks as one, or None without an SSD tier. `open_own` opens rank 0's."""
         tier = LeaderTier(self._log, followers=self.membership.followers, post=post)
         own = open_own(tier.take)
         if own is None:
@@ -151,7 +150,7 @@ class LeaderParts:
         return tier
 
     def stats(self, engine: EngineStats | None, cache: CacheStats | None) -> GroupStats:
-        """Return the numbers of all ranks; those of rank 0 are its engine's and its cache's. Any thread."""
+        """Return the numbers of all ranks; those of rank 0 come from its engine and its cache. Any thread."""
         assert self._server is not None
         membership, tier = self.membership, self._tier
         own = RankStats(
@@ -169,17 +168,17 @@ class LeaderParts:
         return GroupStats(membership.world, (own, *self._server.ranks()))
 
     def call_off(self) -> None:
-        """Wait for no more ranks."""
+        """Stop waiting for ranks."""
         if self._server is not None:
             self._server.call_off()
 
     def stop(self) -> None:
-        """Wait until the others have ended in order."""
+        """Wait until the other ranks have shut down cleanly."""
         if self._server is not None:
             self._server.stop(timeout_s=FOLLOWERS_END_S)
 
     def _lost(self, detail: str) -> None:
-        # Why may name folders of that machine, so only the log says it.
+        # The detail may name folders of that machine, so only the log has it.
         self.lost = rank_lost(detail.partition(":")[0])
         self._router.state_changed(EngineState.FAILED, self.lost)
         leave_later(1)
@@ -200,8 +199,8 @@ def group_facts(
 
 
 def known_facts(config: Config, device: Device) -> dict[str, str]:
-    """Return those of them for which the model need not be read. Devices of different kinds round
-    differently, and warm up by passes of their own."""
+    """Return those of the facts that can be known without reading the model. Devices of different kinds round
+    differently and warm up with different passes."""
     return {
         **releases(),
         "the kind of device": device.backend.value,
@@ -223,8 +222,7 @@ def with_rank(fingerprint: ModelFingerprint, membership: Membership) -> ModelFin
 
 
 def tls_of(security: SecurityConfig) -> ChannelTls | None:
-    """Return the certificates of a rank, for both ends of the channel; None for plain text. Raises
-    StartError."""
+    """Return a rank's certificates for both ends of the channel; None for plain text. Raises StartError."""
     if security.tls_certificate is None or security.tls_key is None or security.tls_client_ca is None:
         return None
     certificates = Certificates(security.tls_certificate, security.tls_key, client_ca=security.tls_client_ca)

@@ -1,12 +1,12 @@
-"""transformers, imported with less: without PyTorch, and without reading what nobody here asks for.
+"""transformers, imported faster: without PyTorch, and without reading what nobody here needs.
 
-mlx-lm reads tokenizers with transformers, which is most of what a start imports. To learn the names in them,
-transformers (5.23) reads every module of its models, twice: it remembers 128 folders, and there are 550. Half
-of what it reads is code for PyTorch. Where PyTorch is installed, for something else, it is imported, too,
-which takes seconds. None of it has to do with tokenizers, or with the image processors of Pillow.
+mlx-lm reads tokenizers with transformers, which is most of what a start imports. To learn their names,
+transformers (5.23) reads all modules of its models, twice: it remembers 128 folders, and there are 550. Half
+of that is code for PyTorch. If PyTorch is installed for something else, it is imported too, which takes
+seconds. None of this is needed for tokenizers, or for Pillow's image processors.
 
-What is changed here is no public part of transformers. A release without these parts is imported as it is,
-and tests/unit/bootstrap/test_lean_transformers.py says so.
+What is changed here is not part of transformers' public API. A release without these parts is imported
+unchanged, and tests/unit/bootstrap/test_lean_transformers.py reports it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SCANNER: Final = "transformers.utils.import_utils"
 _SCAN: Final = "create_import_structure_from_path"
 _FOR_TORCH: Final = "modeling_"
 _MAPPINGS: Final = "auto"
-"""Folder whose modules are tables of names, those of models included."""
+"""Folder whose modules are tables of names, also of models."""
 
 
 def import_mlx_lm() -> None:
     """Import mlx-lm, and transformers with it, if nothing has imported them yet.
 
-    For transformers there is then no PyTorch, and models are no part of it; code that imports PyTorch itself
-    gets it. So it is nothing for a model folder whose own code is run.
+    After that, transformers finds no PyTorch and lacks its models; code that imports PyTorch itself gets it.
+    So do not call this for a model folder whose own code is run.
     """
     if "transformers" in sys.modules:
         return
@@ -42,18 +42,18 @@ def import_mlx_lm() -> None:
     sys.meta_path.insert(0, finder)
     try:
         with _without("torch"):
-            # It keeps transformers from telling that there is no PyTorch.
+            # mlx_lm keeps transformers from announcing that there is no PyTorch.
             import mlx_lm  # noqa: F401
             from transformers.utils.import_utils import is_torch_available
 
-            # The answer is remembered.
+            # transformers remembers the answer.
             is_torch_available()
     finally:
         sys.meta_path.remove(finder)
 
 
 class _ScannerFinder(importlib.abc.MetaPathFinder):
-    """Finds the one module that reads all others, and has it changed once it is imported."""
+    """Finds the one module that reads all others, and patches it after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,7 +76,7 @@ class _ScannerLoader(SourceFileLoader):
 
 
 def _open_for_names(path: Any, *arguments: Any, **named: Any) -> Any:
-    """Open a file as `open` does; one with a model for PyTorch is shown empty."""
+    """Open a file as `open` does, but show files with PyTorch models as empty."""
     file = PurePath(path)
     if file.name.startswith(_FOR_TORCH) and file.parent.name != _MAPPINGS:
         return io.StringIO()
@@ -85,11 +85,11 @@ def _open_for_names(path: Any, *arguments: Any, **named: Any) -> Any:
 
 @contextlib.contextmanager
 def _without(package: str) -> Iterator[None]:
-    """Have a package that is not imported yet look as if it were not installed."""
+    """Make a package that is not imported yet look as if it were not installed."""
     if package in sys.modules:
         yield
         return
-    # As Python itself says it: a name with nothing behind it is not found.
+    # Python's own convention: a name whose value is None is not found.
     sys.modules[package] = None  # type: ignore[assignment]
     try:
         yield

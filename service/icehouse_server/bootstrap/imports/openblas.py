@@ -1,8 +1,8 @@
 """OpenBLAS: loaded before MLX, so that MLX's calls find it first (MLX's CPU build on Linux).
 
-The CPU wheel links a slow reference BLAS. With OpenBLAS in front of it and float32 weights, prefill of
-Gemma 3 270M ran 6.4 times faster (`make bench CASE=blas`, 2 x86 cores, mlx 0.32.4). Nothing here happens on
-macOS or with CUDA.
+The CPU wheel links a slow reference BLAS. With OpenBLAS in front of it and float32 weights, prefill of Gemma
+3 270M ran 6.4 times faster (`make bench CASE=blas`, 2 x86 cores, mlx 0.32.4). This does nothing on macOS or
+with CUDA.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def runs_on_cpu() -> bool:
 
 
 def find_openblas() -> Path | None:
-    """Return the OpenBLAS library of this system: the usual paths first, then the loader's own list."""
+    """Return this system's OpenBLAS library, from the usual paths or else from the loader's list."""
     for pattern in _KNOWN_PATHS:
         path = Path(pattern.format(machine=platform.machine()))
         if path.exists():
@@ -54,8 +54,8 @@ def openblas_loaded() -> bool:
 def load_openblas() -> None:
     """Load OpenBLAS into this process if MLX needs it. Call it before MLX is imported.
 
-    Its symbols become global, and libraries that are loaded later find these before those of their own
-    dependencies. So it works like LD_PRELOAD, without a second start.
+    Its symbols become global, and libraries loaded later find them before those of their own dependencies. So
+    it works like LD_PRELOAD, without a second start.
     """
     if not runs_on_cpu() or openblas_loaded():
         return

@@ -1,1 +1,1 @@
-"""Commands that start a server of their own on this machine, and stop it."""
+"""Commands that start their own server on this machine, and stop it."""

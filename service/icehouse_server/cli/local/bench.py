@@ -53,7 +53,7 @@ def bench(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Speed:
-    """One measurement. Without a rate `note` says why there is none."""
+    """One measurement. If there is no rate, `note` says why."""
 
     name: str
     tokens_per_s: float | None = None
@@ -64,7 +64,7 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was measured."""
+    """All measurements."""
 
     model: str
     device: str
@@ -86,7 +86,7 @@ def _of_own(model: str, *, limit_s: float) -> Report:
         with first as (client, address), failing_call_ends(address):
             bench = SpeedBench(client, clock=_CLOCK, limit_s=limit_s)
             speeds, prompt = _without_restart(bench)
-            # The restart is no part of what is measured, nor of its time.
+            # The restart is neither measured nor counted in the time limit.
             left_s = bench.left_s
         ssd = Speed("restore from SSD", note=speeds[-1].note)
         if prompt:
@@ -99,7 +99,7 @@ def _of_own(model: str, *, limit_s: float) -> Report:
 
 
 def _without_restart(bench: SpeedBench) -> tuple[list[Speed], Sequence[int]]:
-    """Return what one process can measure, and the prompt that it restored, empty where it restored none."""
+    """Return what one process can measure, and the prompt that it restored, empty if none."""
     speeds = [bench.speed(f"prefill {n:,}", partial(bench.prefill, n)) for n in _PROMPT_TOKEN_COUNTS]
     for rows in _ROW_COUNTS:
         name = f"decode, {rows} row" + ("s" if rows > 1 else "")
@@ -128,13 +128,13 @@ def _show(report: Report) -> None:
 
 
 class _NotMeasuredError(Exception):
-    """Says why something is not measured."""
+    """Says why something was not measured."""
 
 
 class SpeedBench:
-    """Measures one server for so long; a call that fails raises but for lateness.
+    """Measures one server within a time limit; failing calls raise, except for lateness.
 
-    Prompts are new tokens for each measurement, so that nothing of them is cached.
+    Each measurement uses prompts of new tokens, so that nothing of them is cached.
     """
 
     def __init__(self, client: Client, *, clock: Clock, limit_s: float) -> None:
@@ -152,17 +152,17 @@ class SpeedBench:
         return self._deadline_time - self._clock.monotonic()
 
     def fits(self, token_count: int) -> bool:
-        """Whether the model's context holds such a prompt and its first token."""
+        """Whether the model's context holds a prompt of this length and its first token."""
         return token_count < self._context_token_count
 
     def fresh_prompt(self, token_count: int) -> Sequence[int]:
-        """Return tokens of text in an order that nobody has asked for before."""
+        """Return tokens of text in an order that was never used before."""
         nonce = uuid.uuid4().bytes
         digests = (hashlib.sha256(nonce + i.to_bytes(4, "big")).digest() for i in range(token_count))
         return tuple(self._alphabet[digest[0] % len(self._alphabet)] for digest in digests)
 
     def speed(self, name: str, measure: Callable[[], tuple[float, int, float]]) -> Speed:
-        """Return what `measure` finds, tokens a second, tokens and seconds, or why it found nothing."""
+        """Return what `measure` finds (tokens per second, tokens, seconds), or why it found nothing."""
         try:
             with err.status(name):
                 return Speed(name, *measure())
@@ -174,7 +174,7 @@ class SpeedBench:
         return token_count / duration_s, token_count, duration_s
 
     def decode(self, row_count: int) -> tuple[float, int, float]:
-        """Decode so many rows at once: the sum of their rates, from each one's first token on."""
+        """Decode this many rows at once: the sum of their rates, each from its first token on."""
         prompts = [self.fresh_prompt(_DECODE_PROMPT_TOKEN_COUNT) for _ in range(row_count)]
         with ThreadPoolExecutor(row_count) as rows:
             found = list(rows.map(self._decoded, prompts))
@@ -184,7 +184,7 @@ class SpeedBench:
         return rate, sum(cost.output_tokens for cost in costs), duration_s
 
     def restore(self, prompt: Sequence[int], *, tier: str) -> tuple[float, int, float]:
-        """Restore a prompt; it is computed and cached before, unless it is to come from SSD."""
+        """Restore a prompt; unless it is to come from SSD, it is computed and cached first."""
         if tier == "RAM":
             self._first_token(prompt, "read_write")
         cost, duration_s = self._first_token(prompt, "read_write")

@@ -18,19 +18,19 @@ from icehouse_server.cli.terminal.raised_signals import signals_raised
 from icehouse_server.errors import Reason, StartError
 
 _STOP_TIMEOUT_S = 60.0
-"""The server's own grace is shorter; past this it is stuck and is killed."""
+"""The server's own grace is shorter; after this time it is stuck and is killed."""
 
 _WATCH_SLICE_S = 1.0
-"""How long one look at the server's health may take before its process is looked at again."""
+"""How long one check of the server's health may take before its process is checked again."""
 
 
 @contextlib.contextmanager
 def serving(
     status: str, *, scratch: Path, model: str, options: Sequence[str] = ()
 ) -> Iterator[tuple[Client, str]]:
-    """Run a server and yield a client of it, and its address, once it serves; stop it in order at the end.
+    """Run a server and yield a client and its address once it serves; stop it cleanly at the end.
 
-    Raises StartError when it ends before, or with another code than 0.
+    Raises StartError if it ends before that, or with a code other than 0.
     """
     address = f"127.0.0.1:{free_port()}"
     with contextlib.ExitStack() as stopping, contextlib.ExitStack() as stack:
@@ -41,7 +41,7 @@ def serving(
             client = stack.enter_context(open_client(address))
             is_serving = wait_until_serving(client, is_alive=lambda: server.poll() is None)
         if not is_serving:
-            # Closing reports the server's code and log; what is left is code 0 without having served.
+            # Closing reports the server's code and log; what remains is code 0 without having served.
             stack.close()
             raise StartError(Reason.ENGINE_FAILED, "the server ended before it served")
         yield client, address
@@ -49,7 +49,7 @@ def serving(
 
 
 def wait_until_serving(client: Client, *, is_alive: Callable[[], bool]) -> bool:
-    """Return True once the server takes requests, False when `is_alive` says that it is gone."""
+    """Return True once the server accepts requests, False if `is_alive` says that it is gone."""
     while is_alive():
         try:
             client.wait_until_serving(timeout_s=_WATCH_SLICE_S)
@@ -73,18 +73,18 @@ def free_port() -> int:
 def running_server(
     *, address: str, scratch: Path, model: str, options: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `icehouse serve` with a model at `address`, with its blocks in `scratch`; at the end stop it.
+    """Run `icehouse serve` with a model at `address`, with its blocks in `scratch`; stop it at the end.
 
-    Raises StartError with the server's log when it did not end with code 0.
+    Raises StartError, after printing the server's log, if it did not end with code 0.
     """
     host, _, port = address.rpartition(":")
     command = [sys.executable, "-m", "icehouse_server.cli.main", "serve", "--model", model, "--uds", ""]
     command += ["--host", host, "--port", port, "--cache-directory", str(scratch / "blocks")]
-    # What is shown must not depend on the settings that somebody happens to have in the environment.
+    # The output must not depend on settings that happen to be in the environment.
     command += ["--http-port", "", "--cache", "--ssd", "--spill-policy", "on_evict", *options]
     log_file = scratch / "server.log"
     with signals_raised(signal.SIGTERM, signal.SIGHUP), log_file.open("ab") as log:
-        # A session of its own: Ctrl-C reaches this process alone, which then stops the server in order.
+        # Its own session: Ctrl-C reaches only this process, which then stops the server cleanly.
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True)
         try:
             yield server

@@ -1,10 +1,10 @@
-"""`icehouse demo`: the whole thing once, for people who just arrived.
+"""`icehouse demo`: shows everything once, for people who just arrived.
 
-Makes the model, starts `icehouse serve` as a process of its own on a free loopback port, asks it a question
-and streams the answer as it is generated, then sends one long prompt three times: cold, again (from RAM),
-and after the server was stopped and started on the same cache directory (from SSD).
+Builds the model, starts `icehouse serve` as a separate process on a free loopback port, asks a question and
+streams the answer as it is generated. Then it sends one long prompt three times: cold, again (from RAM), and
+after stopping the server and starting another on the same cache directory (from SSD).
 
-One prompt served from each tier: what it cost, and whether the texts are the same.
+At the end it shows what the prompt cost from each tier, and whether the texts are the same.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ STORY_OPTIONS: Options = {
 }
 _CPU_STORY_PARAGRAPHS = 3
 _SLOW_STORY_PARAGRAPHS = 1
-"""Of the long prompt before its end, on a CPU and where nothing fast multiplies matrices there: about 640
-and 330 tokens instead of 980, so that the first pass takes seconds everywhere."""
+"""Paragraphs of the long prompt before its end, on a CPU and on one without a fast BLAS: about 640 and 330
+tokens instead of 980, so that the first pass takes only seconds everywhere."""
 
 
 def run_demo(*, question: str, max_output_tokens: int) -> bool:
     """Run the demo; return whether the long prompt got the same text from every tier.
 
-    Raises IcehouseError when a part of it does not work.
+    Raises IcehouseError if a part of it fails.
     """
     with build_progress() as on_progress:
         folder = ensure_demo_model(SMOLLM2, on_progress=on_progress)
@@ -79,8 +79,8 @@ def run_demo(*, question: str, max_output_tokens: int) -> bool:
 def long_prompt() -> str:
     """Return the story that ships with the demo.
 
-    It ends in the middle of a sentence that it has said several times. The model is sure of what
-    follows, so that rounding, which differs with the number of tokens computed at once, changes no word.
+    It ends in the middle of a sentence that it has said several times. The model is sure of what follows, so
+    that rounding, which depends on the number of tokens computed at once, changes no word.
     """
     text = importlib.resources.files("icehouse_server.demo").joinpath("story.txt").read_text(encoding="utf-8")
     paragraphs = text.strip().split("\n\n")
@@ -121,12 +121,12 @@ def _show_comparison(prompt: str, passes: list[Pass]) -> None:
 
 
 _BAR_WIDTH = 20
-"""Columns of the longest bar; with the other columns 80 are enough."""
+"""Columns of the longest bar; 80 columns are enough for it and the others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pass:
-    """One call: how it is named to people, what it said, and what it cost."""
+    """One call: its name for people, its text, and what it cost."""
 
     name: str
     text: str
@@ -134,12 +134,12 @@ class Pass:
 
 
 def texts_are_equal(passes: Sequence[Pass]) -> bool:
-    """Whether every pass said the same, and said something."""
+    """Whether all passes gave the same text, and it is not empty."""
     return len({each.text for each in passes}) == 1 and passes[0].text != ""
 
 
 def comparison_table(passes: Sequence[Pass]) -> Table:
-    """Return a row for each pass, with a bar as long as its time to first token."""
+    """Return a row per pass, with a bar as long as its time to first token."""
     longest_s = max(each.usage.ttft_s for each in passes)
     figures = ("first token", "reused")
     shown = table("the same prompt", *figures, "", figures=figures)
@@ -150,7 +150,7 @@ def comparison_table(passes: Sequence[Pass]) -> Table:
 
 
 def verdict_text(passes: Sequence[Pass]) -> Text:
-    """Return one line: how much sooner the later passes began, and whether all said the same."""
+    """Return one line: how much sooner the later passes began, and whether all texts are equal."""
     if not texts_are_equal(passes):
         return Text("the texts differ, and they must not: please report this", style="bold red")
     cold, *others = passes

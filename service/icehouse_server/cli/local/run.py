@@ -17,7 +17,7 @@ from icehouse_client.cli.option_groups import with_groups
 from icehouse_server.cli.local.child_server import serving
 
 _IN_RAM_ONLY = ("--no-ssd",)
-"""Nothing of the conversation is left on disk."""
+"""Leaves nothing of the conversation on disk."""
 
 
 @with_groups(answer=answer_options_of)

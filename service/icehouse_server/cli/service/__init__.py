@@ -1,1 +1,1 @@
-"""Service of this user: the file that has systemd or launchd run `icehouse serve`, commands about it."""
+"""Service of this user: the file with which systemd or launchd runs `icehouse serve`, and its commands."""

@@ -1,7 +1,7 @@
 """Service managers: systemd and launchd, the file that each reads, and how their programs are run.
 
-The file has a checksum over the rest of it. So a file that somebody changed by hand is recognised, and is
-left alone unless that is asked for.
+The file contains a checksum over the rest of it. So a file that somebody edited is recognised and left alone,
+unless the user says otherwise.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _SEAL = re.compile(r"(?<=sha256:)[0-9a-f]{64}")
 
 
 class ServiceError(Exception):
-    """What keeps a command from being done, for people, with what to do."""
+    """Why a command cannot be done, and what to do, for people."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServiceDefinition:
-    """What is run, whatever runs it."""
+    """What is run, whichever manager runs it."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    """Variables of the service. No secret: every user of the machine may be able to read the file."""
+    """Variables of the service. No secrets: every user of the machine may be able to read the file."""
     stop_timeout_s: int
-    """How long an orderly stop may take."""
+    """How long a clean stop may take."""
 
 
 class FileState(enum.StrEnum):
-    """How a definition's file stands to what would be written."""
+    """How a definition's file compares to what would be written."""
 
     ABSENT = "absent"
     SAME = "same"
     OLDER = "older"
-    """Written by `install`, with other settings or by another version, and not changed since."""
+    """Written by `install`, with other settings or by another version, and not edited since."""
     CHANGED = "changed"
-    """Somebody changed or wrote it by hand."""
+    """Somebody edited or wrote it by hand."""
 
 
 def sealed(text: str) -> str:
@@ -58,19 +58,19 @@ def sealed(text: str) -> str:
 
 
 def is_untouched(text: str) -> bool:
-    """Whether a file is as `sealed` made it."""
+    """Whether a file is unchanged since `sealed` made it."""
     found = _SEAL.findall(text)
     return len(found) == 1 and sealed(_SEAL.sub(OPEN_SEAL, text)) == text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DefinitionFile:
-    """The one file that makes a service known to its manager. Its methods raise OSError, too."""
+    """The file that makes a service known to its manager. Its methods also raise OSError."""
 
     path: Path
 
     def state(self, wanted: str | None = None) -> FileState:
-        """Return how the file stands to the text `wanted`; without one, whether it may go."""
+        """Return how the file compares to the text `wanted`; without one, whether it may be removed."""
         if not os.path.lexists(self.path):
             return FileState.ABSENT
         try:
@@ -84,7 +84,7 @@ class DefinitionFile:
         return FileState.OLDER if is_ours else FileState.CHANGED
 
     def write(self, text: str, *, is_forced: bool) -> None:
-        """Put `text` there, whole or not at all; raises ServiceError where a changed file would be lost."""
+        """Write `text` atomically; raises ServiceError if an edited file would be lost."""
         self._guard(self.state(text), is_forced=is_forced, verb="replaces")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -96,7 +96,7 @@ class DefinitionFile:
             draft.unlink(missing_ok=True)
 
     def guard_removal(self, *, is_forced: bool) -> None:
-        """Raise ServiceError where there is no file, or a changed one that nobody said may go."""
+        """Raise ServiceError if there is no file, or an edited one without `is_forced`."""
         state = self.state()
         if state is FileState.ABSENT:
             raise ServiceError(f"no service is installed: there is no {self.path}")
@@ -114,15 +114,15 @@ _ANSWER_TIMEOUT_S = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """What a manager says of the service."""
+    """What a manager says about the service."""
 
     is_running: bool
     facts: dict[str, str]
-    """Its words, by its names: state, process, how often it was started again."""
+    """The manager's own values, by its names: state, process, number of restarts."""
 
 
 def answer_of(command: Sequence[str], *, timeout_s: float = _ANSWER_TIMEOUT_S) -> str:
-    """Return what a manager's program prints; raises ServiceError with its own words when it fails."""
+    """Return what a manager's program prints; raises ServiceError with its own words if it fails."""
     shown = " ".join(command)
     try:
         done = subprocess.run(
@@ -144,7 +144,7 @@ def answer_of(command: Sequence[str], *, timeout_s: float = _ANSWER_TIMEOUT_S) -
 
 
 UNIT = "icehouse.service"
-"""Also the name of what it is made of, beside this module."""
+"""Also the name of its template, in this module's folder."""
 
 _UNIT_FACTS = ("ActiveState", "SubState", "Result", "MainPID", "NRestarts", "StatusText")
 
@@ -166,7 +166,7 @@ class Systemd:
         return self.config_folder / "systemd" / "user" / UNIT
 
     def text_of(self, definition: ServiceDefinition) -> str:
-        """Return the unit; raises ServiceError for a path that no unit can name."""
+        """Return the unit; raises ServiceError for a path that a unit cannot contain."""
         variables = [f"{name}={value}" for name, value in definition.environment.items()]
         environment = "".join(f"Environment={_quoted(each)}\n" for each in variables)
         program, *arguments = definition.command
@@ -184,10 +184,10 @@ class Systemd:
         )
 
     def start(self) -> None:
-        """Enable the unit and start it, or start it again; the model is loaded later."""
+        """Enable the unit and start or restart it; the model is loaded later."""
         self.forget()
         _systemctl("enable", UNIT)
-        # Not waited for: the first start may fetch a model.
+        # Do not wait: the first start may fetch a model.
         _systemctl("restart", "--no-block", UNIT)
 
     def stop(self, *, timeout_s: float) -> None:
@@ -208,7 +208,7 @@ def _systemctl(*arguments: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Return a word as a unit has it (systemd.syntax(7), systemd.unit(5)): specifiers begin with %."""
+    """Return a word as written in a unit (systemd.syntax(7), systemd.unit(5)): specifiers begin with %."""
     if any(ord(character) < 32 or ord(character) == 127 for character in word):
         raise ServiceError(f"{word!r} has a control character, which no unit file can hold")
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
@@ -236,7 +236,7 @@ class Launchd:
 
     @property
     def log_path(self) -> Path:
-        """Where the server's lines go. It grows for ever: newsyslog turns it over."""
+        """Where the server's lines go. It grows forever; newsyslog can rotate it."""
         return self.home / "Library" / "Logs" / "icehouse.log"
 
     @property
@@ -244,19 +244,19 @@ class Launchd:
         return (f"its log: {self.log_path}",)
 
     def text_of(self, definition: ServiceDefinition) -> str:
-        """Return the property list; raises ServiceError for text that XML cannot hold."""
+        """Return the property list; raises ServiceError for text that XML cannot contain."""
         agent: dict[str, object] = {
             "Label": LABEL,
             "ProgramArguments": list(definition.command),
             "RunAtLoad": True,
-            # A drained server stays down, a failed one comes back.
+            # A drained server stays down, a failed one is restarted.
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": 10,
             "ExitTimeOut": definition.stop_timeout_s,
-            # Otherwise macOS may keep it on the efficiency cores and throttle its disk.
+            # Otherwise macOS may run it on the efficiency cores and throttle its disk.
             "ProcessType": "Interactive",
             "Umask": 0o077,
-            # A core dump would hold prompts.
+            # A core dump would contain prompts.
             "SoftResourceLimits": {"NumberOfFiles": 65536, "Core": 0},
             "StandardErrorPath": str(self.log_path),
         }
@@ -269,18 +269,18 @@ class Launchd:
         return sealed(f"{(head + end).decode()}<!-- {SEAL_LINE} -->\n{body.decode()}")
 
     def start(self) -> None:
-        """Load the agent, replacing one that is loaded."""
+        """Load the agent, replacing a loaded one."""
         if self._is_loaded():
             answer_of(("launchctl", "bootout", _target()))
         answer_of(("launchctl", "bootstrap", _domain(), str(self.path)))
 
     def stop(self, *, timeout_s: float) -> None:
-        """Take the agent out, which ends the server in order."""
+        """Unload the agent, which stops the server cleanly."""
         if self._is_loaded():
             answer_of(("launchctl", "bootout", _target()), timeout_s=timeout_s)
 
     def forget(self) -> None:
-        """Do nothing: launchd looks at the file when it loads it."""
+        """Do nothing: launchd reads the file only when it loads it."""
 
     def status(self) -> ServiceStatus:
         if not self._is_loaded():

@@ -29,10 +29,10 @@ app = CommandLine(help="Have systemd or launchd run the server for you.")
 
 
 _STOP_MARGIN_S = 3
-"""Beyond an orderly stop's bound, before whoever stops the server kills it."""
+"""Time after the limit of a clean stop before whatever stops the server kills it."""
 
 _LEFT_OUT_PREFIXES = ("ICEHOUSE_", "HF_", "XDG_CACHE_HOME")
-"""Variables that change what a server does, and that a service does not have."""
+"""Prefixes of variables that change what a server does, but are not passed on to a service."""
 
 Force = Annotated[bool, typer.Option("--force", help="Go on although the file was changed by hand.")]
 
@@ -64,7 +64,7 @@ def install(
             return
         if left_out := left_out_variables(environ):
             err.print(f"not in the service, write them into --config: {', '.join(left_out)}", markup=False)
-        # Asked first: where no manager answers, nothing is written.
+        # Ask first: if no manager answers, nothing is written.
         manager.status()
         file = DefinitionFile(manager.path)
         was_there = file.state(text) is FileState.SAME
@@ -83,7 +83,7 @@ def uninstall(force: Force = False) -> None:
         manager = find_manager()
         file = DefinitionFile(manager.path)
         file.guard_removal(is_forced=force)
-        # Whatever its settings were; the manager ends it by its own bound long before.
+        # Long enough for any settings; the manager ends it much earlier by its own limit.
         manager.stop(timeout_s=3600)
         file.path.unlink(missing_ok=True)
         manager.forget()
@@ -122,7 +122,7 @@ def status(as_json: AsJson = False) -> None:
 
 
 def find_manager() -> Systemd | Launchd:
-    """Return the service manager of this system; raises ServiceError where it has none that we know."""
+    """Return this system's service manager; raises ServiceError if it has none that we know."""
     if sys.platform == "darwin":
         return Launchd(Path.home())
     if sys.platform == "linux":
@@ -136,7 +136,7 @@ def definition_of(
 ) -> ServiceDefinition:
     """Return what is to be run. Raises ConfigError for settings that the server would refuse.
 
-    Paths are made absolute: a service has a working folder of its own.
+    Paths are made absolute: a service has another working folder.
     """
     # Imported here, so that commands start without tokenizers.
     from icehouse_server.demo.models import DEMO_MODELS
@@ -175,7 +175,7 @@ def _program() -> list[str]:
 
 @contextlib.contextmanager
 def _failing() -> Iterator[None]:
-    """Have what cannot be done be one line and exit code 1."""
+    """Turn failures into one line and exit code 1."""
     try:
         yield
     except (ServiceError, OSError) as error:

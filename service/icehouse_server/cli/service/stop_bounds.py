@@ -1,6 +1,6 @@
 """Bounds of a stop: how long each part of it may take, and all of them together.
 
-docs/running.md gives them to whoever runs a server; what stops it has to wait so long.
+docs/running.md tells them to operators; whatever stops the server has to wait that long.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from icehouse_server.config import Config
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StopBounds:
-    """Seconds that the parts may take which no setting bounds; each ends as soon as it is done."""
+    """Time limits in seconds of parts that no setting limits; each part ends as soon as it is done."""
 
     step_s: float = 10.0
-    """How long the inference thread may go on after everything was cancelled, one long prefill chunk, before
-    it writes RAM's blocks to SSD, which has a bound of its own."""
+    """How long the inference thread may continue after everything was cancelled, for one long prefill chunk.
+    Then it writes RAM's blocks to SSD, which has its own limit."""
     edge_s: float = 6.0
-    """How long the edge may take to close, once its calls have had their grace. Meanwhile the engine ends."""
+    """How long the edge may take to close after its calls' grace. The engine ends meanwhile."""
     close_s: float = 10.0
     """How long the storage thread may go on writing what was sent to it, before it closes the manifest."""
     closed_s: float = 10.0
-    """How long that may take it: the file it is writing, and the manifest."""
+    """How long closing may take: the file being written, and the manifest."""
     telemetry_s: float = 6.0
-    """How long the last spans may take to be sent."""
+    """How long sending the last spans may take."""
     work_s: float = 2.0
-    """How long a text being tokenized, or a format being compiled, may go on when all else has ended."""
+    """How long tokenizing a text or compiling a format may continue after all else has ended."""
     end_s: float = 5.0
-    """How long Python may take to close the event loop, when nothing else goes on."""
+    """How long Python may take to close the event loop, after all else has ended."""
 
     def engine_s(self, *, grace_s: float, flush_timeout_s: float) -> float:
-        """Return how long after the order the inference thread and the edge have ended."""
+        """Return the time from the stop command until the inference thread and the edge have ended."""
         return grace_s + max(self.edge_s, self.step_s + flush_timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""Progress of a demo model that is made: what it is and its licence, then a bar per phase."""
+"""Progress of building a demo model: what it is and its licence, then a bar per phase."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PHASES = {
 
 @contextlib.contextmanager
 def build_progress() -> Iterator[OnProgress]:
-    """Show a demo model being made. Nothing is shown as long as `on_progress` is not called."""
+    """Show how a demo model is built. Nothing is shown until `on_progress` is called."""
     columns = (TextColumn("  {task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:
         progress: Progress | None = None

@@ -1,6 +1,6 @@
-"""First words: on a terminal a start shows what it does, in place of its log, and at the end where to ask.
+"""First words: on a terminal a start shows its progress instead of its log, and at the end where to connect.
 
-They are made from the log's events. Requests, warnings and errors are logged as everywhere else.
+They are made from log events. Requests, warnings and errors are logged as usual.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHECKING = "Checking port and cache directory"
 
 @contextlib.contextmanager
 def first_words(loaded: LoadedConfig) -> Iterator[None]:
-    """Show the start that the block makes, if somebody sits there and has not asked for the log itself."""
+    """Show the start that the block makes, if stderr is a terminal and the log settings are the defaults."""
     is_default = all(loaded.sources[key] == "default" for key in ("log.level", "log.format"))
     if not (err.is_terminal and is_default):
         yield
@@ -61,7 +61,7 @@ class FirstWords(logging.Handler):
         self._show(_CHECKING)
 
     def end(self) -> None:
-        """Take the spinner away."""
+        """Remove the spinner."""
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -72,11 +72,11 @@ class FirstWords(logging.Handler):
             case "hub_searched":
                 self._show(f"Asking the hub for {fields['model']}")
             case "download_started":
-                # The hub's library has bars of its own, which a spinner would tear.
+                # The hub's library has its own bars, which a spinner would garble.
                 self.end()
                 self._say(f"Downloading {fields['model']} ({size_text(fields['size_bytes'])})")
             case "model_found":
-                # A demo model's is known only after it was made.
+                # A demo model's size is known only after it was built.
                 size = f" ({size_text(fields['size_bytes'])})" if fields["size_bytes"] else ""
                 self._model = f"{fields['model']}{size}"
                 self._show("Reading the tokenizer")
@@ -96,12 +96,12 @@ class FirstWords(logging.Handler):
 
     def _show(self, text: str) -> None:
         if self._has_begun:
-            # A model that is loaded later is told to who waits for it.
+            # Later loading of a model is reported to the callers that wait for it.
             return
         if self._status is None:
             self._status = self._console.status("", spinner=_SPINNER)
             self._status.start()
-        # With the spinner named it is drawn at once: some steps take no time.
+        # Naming the spinner draws it at once: some steps take almost no time.
         self._status.update(f"{escape(text)} …", spinner=_SPINNER)
 
     def _say(self, text: str) -> None:
@@ -125,7 +125,7 @@ def _is_for_people(record: logging.LogRecord) -> bool:
 
 
 class _AboveSpinner:
-    """Standard error as it is at the time: while a spinner runs, its lines are written above it."""
+    """The current standard error: while a spinner runs, lines are written above it."""
 
     def write(self, text: str) -> Any:
         return sys.stderr.write(text)

@@ -11,7 +11,7 @@ from icehouse_server.config import LogConfig
 
 
 def setup_logging(config: LogConfig) -> None:
-    """Send the server's loggers to standard error; other libraries only from warnings on."""
+    """Send the server's log to standard error; other libraries only from warnings on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
     root = logging.getLogger()

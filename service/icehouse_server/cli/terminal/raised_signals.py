@@ -1,4 +1,4 @@
-"""Raised signals: what would end this process at once has it leave a block in order instead."""
+"""Raised signals: signals that would end this process at once raise SystemExit in a block instead."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NoReturn
 
 @contextlib.contextmanager
 def signals_raised(*numbers: signal.Signals, code: int | None = None) -> Iterator[None]:
-    """Have signals raise SystemExit while the block runs, with this code or 128 and the number. A second one
-    ends the process at once: the first may have been raised where nothing can be, as in a destructor."""
+    """Have signals raise SystemExit while the block runs, with this code or 128 plus the number. A second one
+    ends the process at once: the first may have been raised where exceptions are lost, as in a destructor."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Caller: who calls, as a certificate or a token proves it, and over what kind of connection."""
+"""Caller: who calls, as proved by a certificate or a token, and over what kind of connection."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Role(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caller:
-    """One identity. `tenant` is None while nobody has to prove who they are."""
+    """One identity. `tenant` is None if callers need not prove who they are."""
 
     tenant: Tenant | None
     role: Role
 
     @property
     def scope(self) -> Tenant | None:
-        """Whose numbers and blocks it may see: its tenant's, or everybody's for None."""
+        """The tenant whose numbers and blocks the caller may see; None for everybody's."""
         return None if self.role is Role.OPERATOR else self.tenant
 
     def require_operator(self, what: str) -> None:
@@ -46,14 +46,14 @@ class Caller:
 
 
 UNPROVED = Caller(None, Role.OPERATOR)
-"""Everyone, where the configuration asks for no credentials."""
+"""Everyone, if the configuration requires no credentials."""
 
 current: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller", default=UNPROVED)
 """Set by the interceptor for the task of one call, before its message is read."""
 
 origin: contextvars.ContextVar[str] = contextvars.ContextVar("origin", default="")
-"""Whose shares this task's call counts against: a proved tenant's, else those of its connection. Set with
-`current`."""
+"""Whose shares this task's call counts against: those of a proved tenant, otherwise those of the connection.
+Set with `current`."""
 
 
 def peer_kind(peer: str | None) -> PeerKind:
@@ -69,8 +69,7 @@ def peer_kind(peer: str | None) -> PeerKind:
 
 @functools.lru_cache(maxsize=1024)
 def _kind_of_host(host: str) -> PeerKind:
-    """Return the kind of an address. Cached: reading it takes as long as the rest of a refused call's log
-    line."""
+    """Return the kind of an address. Cached: parsing takes as long as the rest of a refused call's log."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

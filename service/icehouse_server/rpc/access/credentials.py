@@ -1,12 +1,12 @@
-"""Credentials: certificates and tokens from files, and who a call's credentials belong to.
+"""Credentials: certificates and tokens from files, and whom a call's credentials belong to.
 
-With a token file, every call needs a token, and the token alone says who calls: a client certificate may
-belong to a proxy then. Without one, the client certificate says it: its first URI name (as SPIFFE writes
-it), else its first DNS name. The common name is never used.
+With a token file, every call needs a token, and the token alone says who calls: then a client certificate may
+belong to a proxy. Without one, the client certificate says it: by its first URI name (as SPIFFE writes it),
+otherwise its first DNS name. The common name is never used.
 
 All files are read at start and again at an interval. gRPC asks for the certificate before each handshake, and
 open connections keep theirs, so no call notices a change. A new pair is checked before it is used: files are
-often replaced one by one, and nobody could connect to a certificate without its key.
+often replaced one by one, and with a certificate that does not match its key nobody could connect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SLOW_S = 10.0
 
 
 class ServerSecurity:
-    """The server's own credentials and its check of others'. Owned by the event loop."""
+    """The server's own credentials and the check of callers' credentials. Owned by the event loop."""
 
     def __init__(self, config: SecurityConfig, *, clock: Clock) -> None:
         self._interval_s = config.reload_s
@@ -54,7 +54,7 @@ class ServerSecurity:
             )
         self._tokens = None if config.token_file is None else TokenFile(Path(config.token_file))
         self._refreshes: dict[str, Callable[[], bool]] = {}
-        """By the kind of file. Each runs by itself, so that one that hangs does not stop the others."""
+        """By the kind of file. Each runs separately, so that one that hangs does not stop the others."""
         if self._tokens is not None:
             self._refreshes["tokens"] = functools.partial(self._refresh_tokens, self._tokens)
         if self._certificates is not None:
@@ -63,13 +63,13 @@ class ServerSecurity:
                 self._refreshes["authorities"] = self._certificates.refresh_authorities
         self._logged: dict[str, str] = {}
         self.credentials: grpc.ServerCredentials | None = None
-        """What to listen with, once loaded; None is plain text."""
+        """What to listen with, once loaded; None for plain text."""
         self._by_certificate = config.tls_client_ca is not None
         self._operator_names = config.operator_names
         self._clock = clock
 
     def load(self) -> None:
-        """Read all files for the first time; raises StartError when one cannot be used."""
+        """Read all files for the first time; raises StartError if one cannot be used."""
         for refresh in self._refreshes.values():
             refresh()
         if self._certificates is not None:
@@ -106,7 +106,7 @@ class ServerSecurity:
             changed = await self._in_own_thread(name, refresh)
         except Exception as error:
             # Anything but a StartError is a bug of ours; the next refresh must still come. Not logged as
-            # repr: that of a decoding error holds the whole file.
+            # repr: that of a decoding error contains the whole file.
             detail = f"{type(error).__name__}: {error}"
             if self._logged.get(name) != detail:
                 self._logged[name] = detail
@@ -120,8 +120,8 @@ class ServerSecurity:
     async def _in_own_thread(self, name: str, refresh: Callable[[], bool]) -> bool:
         """Return what a refresh returns, however long it takes: the file may be on a network disk that hangs.
 
-        The thread is a daemon and used for this refresh only, so it keeps neither the others nor the process
-        waiting.
+        The thread is a daemon used only for this refresh, so neither other refreshes nor the process wait for
+        it.
         """
         answer = asyncio.wrap_future(start_daemon(refresh, name=f"security-{name}"))
         done, _ = await asyncio.wait({answer}, timeout=_SLOW_S)
@@ -176,7 +176,7 @@ def _invalid(message: str) -> Unauthenticated:
 class Certificates:
     """Certificate, key and client authorities from files.
 
-    Each refresh may run in a thread of its own, so that one file that hangs does not stop the others.
+    Each refresh may run in its own thread, so that one file that hangs does not stop the others.
     """
 
     def __init__(self, certificate: str, key: str, *, client_ca: str | None) -> None:
@@ -187,7 +187,7 @@ class Certificates:
         """Key and certificate, in the order that gRPC takes them."""
         self._authorities: bytes | None = None
         self._lock = threading.Lock()
-        """For `_configuration`, which is made of both."""
+        """For `_configuration`, which is built from both."""
         self._configuration: grpc.ServerCertificateConfiguration | None = None
 
     @property
@@ -198,7 +198,7 @@ class Certificates:
     def refresh_authorities(self) -> bool:
         """Read the authorities of client certificates; True if they have changed.
 
-        Raises StartError for a file that holds none. The ones known before then stay.
+        Raises StartError if the file contains none, and then keeps the previous ones.
         """
         assert self._client_ca is not None, "only a file of authorities is refreshed"
         found = self._read(self._client_ca)
@@ -217,14 +217,14 @@ class Certificates:
     def refresh_pair(self) -> bool:
         """Read the certificate and its key again; True if they have changed.
 
-        Raises StartError for files that make no certificate. The one known before then stays.
+        Raises StartError if they do not form a valid pair, and then keeps the previous one.
         """
         found = self._read_pair()
         if found == self._pair:
             return False
         self._check_pair()
         if self._read_pair() != found:
-            # They are being replaced right now; the next refresh finds them complete.
+            # They are being replaced right now; the next refresh will find both.
             return False
         with self._lock:
             self._pair = found
@@ -232,8 +232,8 @@ class Certificates:
         return True
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """Return certificate, key and authorities as they are now, in PEM. Raises StartError for files that
-        make none."""
+        """Return the current certificate, key and authorities in PEM. Raises StartError if they are
+        invalid."""
         self.refresh_authorities()
         key, certificate = self._read_pair()
         self._check_pair()
@@ -251,7 +251,7 @@ class Certificates:
         )
 
     def _current(self) -> grpc.ServerCertificateConfiguration:
-        # gRPC asks before each handshake, in a thread of its own: nothing here may wait.
+        # gRPC asks before each handshake, in one of its own threads: nothing here may block.
         assert self._configuration is not None, "the certificate was not read before it was to be used"
         return self._configuration
 
@@ -268,7 +268,7 @@ class Certificates:
     def _check_pair(self) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            # An empty password: a key that wants one must fail, not ask at the terminal.
+            # An empty password: a key that needs one must fail, not ask at the terminal.
             context.load_cert_chain(self._certificate, self._key, password="")
         except (ssl.SSLError, OSError) as error:
             raise _error(
@@ -277,7 +277,7 @@ class Certificates:
 
 
 def check_secrets(config: SecurityConfig) -> None:
-    """Raise StartError for files of tokens and certificates that cannot be used."""
+    """Raise StartError for token or certificate files that cannot be used."""
     if config.token_file is not None:
         TokenFile(Path(config.token_file)).refresh()
     if config.tls_certificate is not None and config.tls_key is not None:

@@ -1,9 +1,9 @@
 """Shares: slots and turns that callers divide among them, so that none can take them all. Event loop.
 
-What is refused or has to wait depends on what is free: a caller may hold at most `factor` times what nobody
-holds (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998). One busy caller gets
-`factor / (1 + factor)` of it, and n of them get `factor / (1 + n * factor)` each, so something stays free for
-the next one. A caller is a proved tenant, or a connection where nobody proves anything.
+How much a caller may hold depends on what is free: at most `factor` times the free amount (dynamic
+thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998). A single busy caller gets `factor / (1 + factor)`
+of the total, and each of n gets `factor / (1 + n * factor)`, so something stays free for the next one. A
+caller is a proved tenant, or a connection if callers prove nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from icehouse_server.errors import Overloaded, Reason
 Result = TypeVar("Result")
 
 RETRY_S = 1.0
-"""When to try again after a refusal; calls last seconds."""
+"""When to retry after a refusal; calls last seconds."""
 
 
 class _Held:
-    """What callers hold of an amount."""
+    """How much of an amount each caller holds."""
 
     def __init__(self) -> None:
         self._held: collections.Counter[str] = collections.Counter()
@@ -36,7 +36,7 @@ class _Held:
         self._total += amount
 
     def give_back(self, origin: str, amount: int = 1) -> None:
-        """Take back what a caller held."""
+        """Return what a caller held."""
         self._total -= amount
         self._held[origin] -= amount
         if not self._held[origin]:
@@ -44,7 +44,7 @@ class _Held:
 
 
 class FairShare(_Held):
-    """Places, or bytes, that a caller gets or is refused; nobody waits for them.
+    """Slots or bytes that a caller gets or is refused; nobody waits for them.
 
     With `most` no caller gets more than that, however much is free.
     """
@@ -59,7 +59,7 @@ class FairShare(_Held):
 
     @contextlib.contextmanager
     def hold(self, origin: str, amount: int = 1) -> Iterator[None]:
-        """Hold slots until the block ends; raises Overloaded when the caller may have no more now."""
+        """Hold slots until the block ends; raises Overloaded if the caller may have no more now."""
         self.take(origin, amount)
         try:
             yield
@@ -110,8 +110,8 @@ class Hold:
 
 
 class FairQueue(_Held):
-    """An amount that callers share, waiting for their turns: round-robin over callers, first come first
-    served for each.
+    """An amount that callers share by waiting for their turns: round-robin over callers, and first come,
+    first served for each of them.
 
     Without a `factor` one caller may hold all of it while nobody else waits.
     """
@@ -158,7 +158,7 @@ class FairQueue(_Held):
             hold.release()
 
     def give_back(self, origin: str, amount: int = 1) -> None:
-        """Take back what a caller held and give it to those who wait."""
+        """Return what a caller held and give it to those who wait."""
         super().give_back(origin, amount)
         self._hand_out()
 
@@ -196,9 +196,9 @@ class FairQueue(_Held):
 
 
 async def ended(work: concurrent.futures.Future[Result], then: Callable[[], object]) -> Result:
-    """Return what work in a thread returns, and run `then` on the event loop when the work ends.
+    """Return the result of work in a thread, and run `then` on the event loop when the work ends.
 
-    A caller that leaves does not stop work that has begun, so what the work holds is released only then.
+    Work that has begun continues even if its caller leaves, so what it holds is released only at its end.
     """
     loop = asyncio.get_running_loop()
 
@@ -215,7 +215,7 @@ async def ended(work: concurrent.futures.Future[Result], then: Callable[[], obje
 
 
 def start_daemon(work: Callable[[], Result], *, name: str) -> concurrent.futures.Future[Result]:
-    """Run work in a daemon thread of its own, which keeps neither other work nor the process waiting."""
+    """Run work in its own daemon thread, so that neither other work nor the process waits for it."""
     future: concurrent.futures.Future[Result] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
@@ -229,24 +229,25 @@ def start_daemon(work: Callable[[], Result], *, name: str) -> concurrent.futures
 
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
-    except RuntimeError as error:  # the system gives no thread
+    except RuntimeError as error:  # the system cannot start a thread
         future.set_exception(error)
     return future
 
 
 def retrieve_error(work: asyncio.Future[Any]) -> None:
-    """Keep asyncio from reporting work that failed after everybody stopped waiting for it. Whoever still
-    waits gets the error."""
+    """Keep asyncio from reporting an error of work that nobody awaits any more. Callers that still wait get
+    the error."""
     if not work.cancelled():
         work.exception()
 
 
 _CALLER_LIMIT = 1024
-"""Callers that are remembered; those whose turn has passed are forgotten first."""
+"""Number of callers that are remembered; those whose turn has passed are forgotten first."""
 
 
 class RateLimit:
-    """A rate limit for each caller: a burst, then so many turns a second. Times of any one clock.
+    """A rate limit per caller: a burst, then a fixed number of turns per second. Times may be of any one
+    clock.
 
     A refused call takes the event loop nearly as long as a short one that is served, and one with a long
     message as long as many. So a caller's first refusals are sent at once, and later ones are delayed.
@@ -260,16 +261,16 @@ class RateLimit:
     def delay_s(self, origin: str, *, now: float, longest_s: float, turn_count: float = 1) -> float:
         """Count a caller's next turns, and return how long to wait until they are due."""
         due_time = self._due_time(origin, now=now, turn_count=turn_count)
-        # Nobody gets further behind than the longest delay.
+        # The delay is limited.
         self._due_times[origin] = due_time = min(due_time, now + longest_s)
         if len(self._due_times) > _CALLER_LIMIT:
             self._forget(now)
         return max(0.0, due_time - now)
 
     def take(self, origin: str, *, now: float) -> bool:
-        """Count a caller's next turn if it is due; say whether it was."""
+        """Count a caller's next turn if it is due; return whether it was."""
         due_time = self._due_time(origin, now=now, turn_count=1)
-        # Rounding errors of so many additions must not cost a turn.
+        # Accumulated rounding errors must not cost a turn.
         if due_time > now + 1e-6:
             return False
         self._due_times[origin] = due_time

@@ -1,12 +1,12 @@
-"""Tenant accounts: what each tenant runs, what it has used, and when it has had its share.
+"""Tenant accounts: what each tenant runs, what it has used, and when its share is used up.
 
 Counted at the edge, where every request begins and ends. The number of accounts is bounded: names that
-callers make up push out the accounts that are idle longest.
+callers make up displace the accounts that have been idle longest.
 
 Tokens per minute are a bucket that fills steadily. A request reserves its prompt and all the output it may
-ask for, so that many at once cannot overdraw together. What it did not use goes back at its end. A request
-that asks for more than a whole bucket is let in when the bucket is full. It then owes the rest, and later
-requests wait for that.
+ask for, so that many requests at once cannot overdraw it. The unused part goes back when the request ends. A
+request for more than a whole bucket is admitted when the bucket is full. It then owes the rest, and later
+requests wait until that is paid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from icehouse_server.engine.core.refusals import too_many_completions
 from icehouse_server.errors import InvalidRequest, Overloaded, Reason
 
 ACCOUNT_LIMIT = 1024
-"""Accounts that are kept. Only idle ones are dropped, so a busy server may hold more for a while."""
+"""Accounts that are kept. Only idle ones are dropped, so a busy server may have more for a while."""
 
 WAITING_RETRY_S = 1.0
 
@@ -40,7 +40,7 @@ class Account:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is open and nothing is owed."""
+        """Whether no request is open and no tokens are owed."""
         owes = self.budget is not None and self.budget.level < self.budget.limit
         return not (self.use.waiting_count or self.use.running_count or owes)
 
@@ -70,7 +70,7 @@ class Stay:
             self._output_token_count = event.usage.output_token_count
 
     def end(self) -> None:
-        """Close the request. One that has started is charged its prompt and its output."""
+        """Close the request. If it has started, its prompt and output are charged."""
         if self._has_started:
             self._account.use.running_count -= 1
         else:
@@ -87,7 +87,7 @@ class Tenants:
     def __init__(self, limits: TenantConfig, *, running_limit: int, clock: Clock) -> None:
         self.limits = limits
         self.running_limit = running_limit
-        """Requests of one tenant that run at once, by the engine's own count; 0 is unlimited."""
+        """Concurrent requests of one tenant, by the engine's own count; 0 is unlimited."""
         self._clock = clock
         self._accounts: OrderedDict[Tenant, Account] = OrderedDict()
 
@@ -98,7 +98,7 @@ class Tenants:
         return tuple(dataclasses.replace(account.use) for account in self)
 
     def total(self) -> TenantUse:
-        """Return how many requests of all tenants together wait and run."""
+        """Return how many requests of all tenants wait and run."""
         return TenantUse(
             DEFAULT_TENANT,
             waiting_count=sum(account.use.waiting_count for account in self),
@@ -106,14 +106,14 @@ class Tenants:
         )
 
     def use_of(self, tenant: Tenant) -> TenantUse:
-        """Return what one tenant runs and has used; nothing where it has no account."""
+        """Return what one tenant runs and has used; nothing if it has no account."""
         account = self._accounts.get(tenant)
         return TenantUse(tenant) if account is None else dataclasses.replace(account.use)
 
     @contextlib.contextmanager
     def staying(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[Stay, ...]]:
-        """Count requests of one tenant until the block ends; raises Overloaded when the tenant has had its
-        share, and InvalidRequest for more requests than could ever fit."""
+        """Count requests of one tenant until the block ends; raises Overloaded if the tenant's share is used
+        up, and InvalidRequest for more requests than could ever fit."""
         account = self._account(requests[0].tenant)
         try:
             self._check(account, requests)
@@ -130,9 +130,9 @@ class Tenants:
                 stay.end()
 
     def charge(self, tenant: Tenant, token_count: int) -> None:
-        """Charge tokens for which no request runs; raises Overloaded when the tenant has had its share.
+        """Charge tokens for which no request runs; raises Overloaded if the tenant's share is used up.
 
-        0 only checks, before work whose tokens are known when it is done.
+        0 only checks, before work whose token count is known only afterwards.
         """
         if not self.limits.tokens_per_minute:
             return
@@ -220,12 +220,12 @@ class TokenBudget:
 
     @property
     def level(self) -> int:
-        """Tokens in it now; negative while more was used than has come back."""
+        """Tokens in the bucket now; negative while more were used than have come back."""
         self._fill()
         return int(self._level)
 
     def wait_s(self, token_count: int) -> float:
-        """Return how long to wait until so many tokens may be reserved; 0 for now."""
+        """Return how long to wait until this many tokens may be reserved; 0 for now."""
         self._fill()
         missing = min(token_count, self.limit) - self._level
         return max(0.0, missing * _MINUTE_S / self.limit)

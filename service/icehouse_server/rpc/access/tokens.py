@@ -1,7 +1,7 @@
 """Bearer tokens: hashed in a file, compared in constant time, read again when the file changes.
 
-SHA-256 is enough, and a slow hash such as scrypt would cost every call 50 ms of CPU: a token is 32 random
-bytes, which nobody can guess.
+SHA-256 is enough: a token is 32 random bytes, which nobody can guess. A slow hash such as scrypt would cost
+every call 50 ms of CPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.small_file import read_small_file
 
 TOKEN_PREFIX = "icehouse_"
-"""Lets scanners of repositories and logs recognise one."""
+"""Lets scanners of repositories and logs recognise tokens."""
 
 TOKEN_COUNT_LIMIT = 1000
-"""Each call is compared with every token."""
+"""A limit, because each call is compared with every token."""
 
 TENANT_PATTERN = re.compile(r"[A-Za-z0-9._:/@\-]{1,128}")
 
@@ -42,17 +42,17 @@ class AccessToken:
 
 
 def new_token() -> str:
-    """Return a token that nobody has seen: 32 bytes from the system's generator."""
+    """Return a new token: 32 bytes from the system's random generator."""
     return TOKEN_PREFIX + base64.urlsafe_b64encode(secrets.token_bytes(32)).rstrip(b"=").decode("ascii")
 
 
 def digest_of(token: str) -> bytes:
-    """Return the hash that is kept of a token."""
+    """Return the hash that is stored for a token."""
     return hashlib.sha256(token.encode("utf-8")).digest()
 
 
 def line_of(token: str, *, tenant: str, role: Role, expire_date: datetime.date | None) -> str:
-    """Return the line that lets `token` in. `expire_date` is its last day (UTC)."""
+    """Return the file's line for `token`. `expire_date` is its last valid day (UTC)."""
     expires = "" if expire_date is None else f" expires={expire_date.isoformat()}"
     return f"sha256={digest_of(token).hex()} tenant={tenant} role={role.value}{expires}"
 
@@ -70,9 +70,9 @@ class TokenFile:
         return len(self._tokens)
 
     def refresh(self) -> bool:
-        """Read the file again; True when it had changed.
+        """Read the file again; True if it has changed.
 
-        Raises StartError for a file that cannot be used. The tokens known before then stay.
+        Raises StartError for a file that cannot be used, and then keeps the previous tokens.
         """
         try:
             file = read_small_file(self._path)
@@ -88,10 +88,10 @@ class TokenFile:
         return True
 
     def find(self, token: str, *, now: float) -> Caller | None:
-        """Return whose token this is; None for a token that is unknown or has expired at wall time `now`."""
+        """Return whose token this is; None if it is unknown or has expired at wall time `now`."""
         wanted = digest_of(token)
         found = None
-        # Never stops early, so that the time it takes says nothing about the tokens.
+        # Never stop early, so that the time taken says nothing about the tokens.
         for known in self._tokens:
             if hmac.compare_digest(known.digest, wanted):
                 found = known

@@ -1,1 +1,1 @@
-"""Calls: each one's begin and end, errors as canonical statuses, and those who watch them."""
+"""Calls: begin and end of each one, errors as canonical statuses, and the watchers of calls."""

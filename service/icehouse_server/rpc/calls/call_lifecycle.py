@@ -1,4 +1,4 @@
-"""Calls: one call from its begin to its status, with deadline, errors, log records and draining."""
+"""Calls: one call from beginning to status, with deadline, errors, log records and draining."""
 
 from __future__ import annotations
 
@@ -42,54 +42,54 @@ Trailers = tuple[tuple[str, str | bytes], ...]
 REFUSALS_PER_S = 20.0
 REFUSAL_BURST_COUNT = 64
 _REFUSED_BYTES_PER_TURN = 256 << 10
-"""A refused request of so many bytes counts as one more refusal."""
+"""A refused request of this many bytes counts as one more refusal."""
 _LONGEST_S = 1.0
-"""A balancer should soon hear that it must try another server."""
+"""A balancer should soon learn that it must try another server."""
 _LONGEST_UNPROVED_S = 5.0
-"""No caller with credentials ever waits this long."""
+"""For callers without credentials; others never wait this long."""
 
 _logger = logging.getLogger("icehouse_server.rpc.calls.calls")
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RpcCall(CallRecord):
-    """One call while it runs. Its request id is generated until the request brings its own."""
+    """One running call. Its request id is generated until the request brings its own."""
 
     caller: Caller
     arrival_time: float
     """`Clock.monotonic`."""
     deadline_time: float | None
     holds: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-    """What is released when it ends, however it ends."""
+    """Released when the call ends, however it ends."""
     load_s: float = 0.0
-    """How long it waited for its model to be loaded."""
+    """How long the call waited for its model to load."""
     used: Seat | None = None
-    """Of the model that it names, once that is loaded."""
+    """The seat of the model that it names, once loaded."""
 
     @property
     def seat(self) -> Seat:
-        """The seat that it runs on; it has named its model."""
+        """The seat of the call, which must have named its model."""
         assert self.used is not None, "a call names its model first"
         return self.used
 
     @property
     def own_session_id(self) -> str:
-        """The session whose blocks are the call's. An agent within a session has one of its own, with a slash
+        """The session whose blocks the call uses. An agent within a session has its own session, with a slash
         in its name, which no caller's name has."""
         return f"{self.session_id}/{self.agent_id}" if self._is_agents else self.session_id
 
     @property
     def own_parent_id(self) -> str:
-        """The session that started it; empty if there is none."""
+        """The session that started this one; empty if there is none."""
         return self.session_id if self._is_agents else self.parent_session_id
 
     @property
     def _is_agents(self) -> bool:
-        """Whether an agent within a session calls; some programs name the session's first one like itself."""
+        """Whether an agent within a session calls; some programs give the first agent the session's name."""
         return bool(self.session_id and self.agent_id) and self.agent_id != self.session_id
 
     def request(self, tenant: Tenant, *, adapter: str) -> GenerationRequest:
-        """Return the request that it is, as far as that is known without its model and its prompt."""
+        """Return the call's request, as far as it is known without the model and the prompt."""
         return GenerationRequest(
             request_id=request_id_of(self.request_id, tenant),
             prompt_token_ids=(),
@@ -108,14 +108,14 @@ class RpcCall(CallRecord):
         if isinstance(event, Started):
             self.started = self.started or event
         elif isinstance(event, Finished):
-            # Of several completions: the first one's usage, with the output of all.
+            # Of several completions: the usage of the first, with the output of all.
             usage = self.usage or dataclasses.replace(event.usage, output_token_count=0)
             output_token_count = usage.output_token_count + event.usage.output_token_count
             self.usage = dataclasses.replace(usage, output_token_count=output_token_count)
 
 
 class RpcCalls:
-    """Tracks calls from begin to end, and refuses new ones during a stop. Owned by the event loop."""
+    """Tracks calls from beginning to end, and refuses new ones during a stop. Owned by the event loop."""
 
     def __init__(
         self,
@@ -138,23 +138,23 @@ class RpcCalls:
         """Set while no call runs."""
         self.idle.set()
         self._open: dict[Limit, bool] = {}
-        """Whether each may never end by itself."""
+        """Whether each may be endless."""
         self._admissions: set[asyncio.Timeout] = set()
         self.refused_count = 0
-        """Calls that came after the stop."""
+        """Calls that arrived after the stop."""
 
     @property
     def open_count(self) -> int:
         return len(self._open)
 
     def close(self) -> None:
-        """Refuse new calls, and those whose message has not arrived yet."""
+        """Refuse new calls, and calls whose message has not arrived yet."""
         self._closed = True
         for timer in self._admissions:
             _end_now(timer)
 
     def cut(self, *, endless_only: bool = False) -> None:
-        """End what is still open as UNAVAILABLE; `endless_only` what would never end by itself."""
+        """End open calls as UNAVAILABLE; with `endless_only` just those that never end by themselves."""
         for limit, is_endless in self._open.items():
             if is_endless or not endless_only:
                 limit.cut()
@@ -180,8 +180,7 @@ class RpcCalls:
 
     @contextlib.asynccontextmanager
     async def call(self, context: Context, operation: Operation | None = None) -> AsyncIterator[RpcCall]:
-        """Wrap one servicer method: an error out of the block becomes a status, and all watchers are
-        notified."""
+        """Wrap one servicer method: an error in the block becomes a status, and all watchers are notified."""
         given = context.invocation_metadata() or ()
         metadata = {key: value for key, value in given if isinstance(value, str)}
         call = RpcCall(
@@ -216,7 +215,7 @@ class RpcCalls:
             self._end_call(call, cancel_code(context))
             raise
         except Exception:
-            # The caller learns that something broke, the log learns what.
+            # The caller learns that something broke; the log says what.
             _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
             what = "an internal error; the server's log has the details under this request_id"
             broken = EngineFailed(Reason.ENGINE_FAILED, what)
@@ -224,7 +223,7 @@ class RpcCalls:
             await end(context, with_trailers(status_of(broken), trailers))
 
     async def _delay_refusal(self, error: IcehouseError) -> None:
-        """Delay a refusal if its caller has had many: it may come again at once."""
+        """Delay a refusal if its caller has had many: it may retry at once."""
         turn_count = received_bytes.get() // _REFUSED_BYTES_PER_TURN
         if isinstance(error, Overloaded | Unauthenticated | Forbidden):
             turn_count += 1
@@ -240,7 +239,7 @@ class RpcCalls:
             await asyncio.sleep(delay_s)
 
     def _deadline_time(self, context: Context) -> float | None:
-        """Return when the call must have ended: by its own deadline or by its method's."""
+        """Return when the call must have ended, by its own deadline or its method's."""
         row = METHODS.get(current_method.get())
         default_s = None if row is None else row.deadline_s
         remaining_s = context.time_remaining()
@@ -251,7 +250,7 @@ class RpcCalls:
         call.code, call.reason = code.name, reason
         call.tenant = call.tenant or call.caller.tenant or ""
         call.duration_s = self._clock.monotonic() - call.arrival_time
-        # Before the status is sent: a stop does not wait for callers who do not read theirs.
+        # Before the status is sent: a stop does not wait for callers that do not read their status.
         call.holds.close()
         self._running_count -= 1
         if not self._running_count:
@@ -260,7 +259,7 @@ class RpcCalls:
 
 
 def stopping() -> Unavailable:
-    """Return the error of calls that come while the server stops."""
+    """Return the error of calls that arrive while the server stops."""
     return Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
 
 
@@ -272,7 +271,7 @@ def _end_now(timer: asyncio.Timeout) -> None:
 async def end(context: Context, status: grpc.Status) -> None:
     """End a call with a status, which is sent after the messages that the caller has not read yet.
 
-    A caller who never reads them keeps the call open, and its slot taken, until the connection ends: gRPC's
+    A caller that never reads them keeps the call open and its slot taken until the connection ends: gRPC's
     Python cannot reset a single call.
     """
     with disconnect_as_cancel():
@@ -280,6 +279,6 @@ async def end(context: Context, status: grpc.Status) -> None:
 
 
 def _caller_name(metadata: Mapping[str, str], keys: Sequence[str]) -> str:
-    """Return the value of the first of these keys. A value that is not fit for a log counts as absent."""
+    """Return the value of the first of these keys. A value that is unfit for a log counts as absent."""
     values = (metadata.get(key, "") for key in keys)
     return next((value for value in values if CALLER_NAME_PATTERN.fullmatch(value)), "")

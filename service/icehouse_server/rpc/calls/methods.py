@@ -1,8 +1,8 @@
 """Method table: who may call each RPC, what it costs, whose share it counts against, how long it may take.
 
-This is decided here alone; the interceptor obeys it, and docs/methods.md shows it. A method without a row is
-not served, and a test asks the server's own reflection for such methods. Those of the worker protocol are
-served where it is switched on.
+Only this table decides; the interceptor obeys it, and docs/methods.md shows it. A method without a row is not
+served, and a test asks the server's own reflection for such methods. Methods of the worker protocol are
+served if it is enabled.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from icehouse_server.rpc.access.shares import FairShare
 
 KIB = 1 << 10
 LONG_MESSAGE_BYTES = 256 * KIB
-"""A longer request is parsed off the event loop, one caller after the other."""
+"""A longer request is parsed off the event loop, with fair turns for callers."""
 
 
 class MethodAccess(enum.StrEnum):
     """Who may call a method."""
 
     OPEN = "open"
-    """Anybody if `security.health_open` is set, else as CALLER."""
+    """Anybody if `security.health_open` is set, otherwise as CALLER."""
     CALLER = "caller"
-    """Whoever has credentials, if these are required."""
+    """Anybody with credentials, if they are required."""
     OPERATOR = "operator"
 
 
 class WorkThread(enum.StrEnum):
-    """The thread that does the most costly part of a call."""
+    """The thread that does the most expensive part of a call."""
 
     EVENT_LOOP = "event loop"
     TOKENIZER = "tokenizer threads"
@@ -38,13 +38,13 @@ class WorkThread(enum.StrEnum):
 
 
 class Cost(enum.StrEnum):
-    """What a call is charged, if tokens per minute are limited."""
+    """What a call is charged if tokens per minute are limited."""
 
     NOTHING = "nothing"
     PROMPT = "prompt"
-    """Its prompt's tokens."""
+    """The prompt's tokens."""
     GENERATION = "generation"
-    """Its prompt's tokens and the output it may ask for."""
+    """The prompt's tokens and the output that it may ask for."""
 
 
 class CallPool(enum.StrEnum):
@@ -52,9 +52,9 @@ class CallPool(enum.StrEnum):
 
     WORK = "work"
     COMMANDS = "commands"
-    """Commands to the cache, and its counters."""
+    """Cache commands and counters."""
     WATCHES = "watches"
-    """What takes no time and may never end."""
+    """Calls that take almost no time and may never end."""
     HEALTH = "health"
 
 
@@ -71,14 +71,14 @@ class Method:
     message_timeout_s: float | None = None
     """How long the request may take to arrive; None is `connection.message_timeout_s`."""
     own_deadline_s: float | None = None
-    """Where the usual one does not fit."""
+    """If the usual deadline does not fit."""
     caller_limit: int | None = None
-    """Calls that one caller may have at once; None is as many as the pool allows. For calls that cost others
-    as long as they last: repeated messages, or many bytes that may stay unread."""
+    """Concurrent calls per caller; None for as many as the pool allows. For calls that cost others while they
+    last: repeated messages, or many bytes that may stay unread."""
 
     @property
     def deadline_s(self) -> float | None:
-        """How long a call without a deadline may take; None is for ever."""
+        """How long a call without its own deadline may take; None is forever."""
         if self.own_deadline_s is not None:
             return self.own_deadline_s
         if self.pool in _ENDLESS:
@@ -94,10 +94,10 @@ _DEADLINES_S = {
     Cost.GENERATION: 4 * 3600.0,
 }
 _WHOLE_DISK_S = 24 * 3600.0
-"""Reading terabytes, or removing them."""
+"""For reading or removing terabytes."""
 
 _DOWNLOAD_S = 4 * 3600.0
-"""Fetching and loading a model."""
+"""For fetching and loading a model."""
 
 _GENERATION = Method(CallPool.WORK, WorkThread.INFERENCE, Cost.GENERATION)
 _COMMAND = Method(CallPool.COMMANDS, WorkThread.INFERENCE, Cost.PROMPT)
@@ -110,7 +110,7 @@ _WHOLE_DISK = Method(
     own_deadline_s=_WHOLE_DISK_S,
 )
 _ARCHIVE_PART_BYTES = 1024 * KIB + 4 * KIB
-"""1 MiB of an archive, and what the message adds."""
+"""1 MiB of an archive, and the message's overhead."""
 _TRANSFER = Method(CallPool.COMMANDS, WorkThread.STORAGE, own_deadline_s=_WHOLE_DISK_S, caller_limit=2)
 _LOOKUP = Method(CallPool.WORK, WorkThread.EVENT_LOOP, message_byte_limit=64 * KIB)
 _LISTING = Method(CallPool.COMMANDS, WorkThread.EVENT_LOOP, message_byte_limit=4 * KIB)
@@ -153,7 +153,7 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.InferenceService/Stream": _GENERATION,
     "icehouse.v1.InferenceService/Tokenize": Method(CallPool.WORK, WorkThread.TOKENIZER, Cost.PROMPT),
     "icehouse.v1.InferenceService/Detokenize": Method(CallPool.WORK, WorkThread.TOKENIZER, Cost.PROMPT),
-    # Of all tenants together.
+    # Covers all tenants.
     "icehouse.v1.InferenceService/CacheStats": dataclasses.replace(_COUNTERS, access=MethodAccess.OPERATOR),
     "icehouse.v1.CacheService/Explain": _COMMAND,
     "icehouse.v1.CacheService/Warm": _GENERATION,
@@ -189,7 +189,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "vllm.grpc.engine.VllmEngine/GetModelInfo": _LOOKUP,
     "vllm.grpc.engine.VllmEngine/GetServerInfo": _LOOKUP,
-    # How busy all tenants keep the server.
+    # Shows how busy all tenants keep the server.
     "vllm.grpc.engine.VllmEngine/GetLoads": Method(
         CallPool.COMMANDS,
         WorkThread.EVENT_LOOP,
@@ -205,7 +205,7 @@ METHODS: Mapping[str, Method] = {
         own_deadline_s=600.0,
         caller_limit=4,
     ),
-    # A gateway has one, and may be several processes.
+    # A gateway has one such call, and may be several processes.
     "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Method(
         CallPool.WATCHES,
         WorkThread.EVENT_LOOP,
@@ -231,15 +231,15 @@ _COMMAND_LIMIT = 256
 _WATCH_LIMIT = 512
 _ANY_NUMBER = 1 << 62
 _HEALTH_CALLS_PER_CONNECTION = 8
-"""A client that watches health does so once for each connection."""
+"""A client that watches health does so once per connection."""
 
 
 def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[CallPool, FairShare]:
     """Return the slots of each pool.
 
     One caller may have three quarters of the calls, half of the commands, a fifth of the watches. Health
-    checkers have no credentials, and one of them may use every connection there can be, so each connection
-    has health slots of its own.
+    checkers have no credentials, and one of them may use all possible connections, so each connection has its
+    own health slots.
     """
     health_limit = connection_limit * _HEALTH_CALLS_PER_CONNECTION
     return {
@@ -253,7 +253,7 @@ def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[C
 
 
 def caller_shares() -> Mapping[str, FairShare]:
-    """Return, by method, the slots that each caller has of its own, for methods that limit them."""
+    """Return, by method, the slots per caller, for methods that limit them."""
     return {
         name: FairShare(
             limit=_ANY_NUMBER,

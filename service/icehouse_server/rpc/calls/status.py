@@ -17,8 +17,8 @@ ERROR_DOMAIN = "icehouse.dev"
 """`domain` of every ErrorInfo."""
 
 _FOR_THE_CALLER = frozenset({Reason.TOKEN_RATE_EXCEEDED, Reason.DEADLINE_UNREACHABLE})
-"""Refusals that a client library should not retry on its own: a budget comes back in a minute, and the same
-deadline is missed again. With a delay, Java's library retries whatever the code is."""
+"""Refusals that a client library should not retry by itself: a budget refills within a minute, and the same
+deadline would be missed again. With a delay, Java's library retries whatever the code is."""
 
 MESSAGE_LENGTH_LIMIT = 500
 VALUE_LENGTH_LIMIT = 200
@@ -45,7 +45,7 @@ _CODES: tuple[tuple[type[IcehouseError], grpc.StatusCode], ...] = (
 
 
 def code_of(error: IcehouseError) -> grpc.StatusCode:
-    """Return the canonical code; INTERNAL for what is never the caller's fault."""
+    """Return the canonical code; INTERNAL for errors that are never the caller's fault."""
     for error_type, code in _CODES:
         if isinstance(error, error_type):
             return code
@@ -55,7 +55,7 @@ def code_of(error: IcehouseError) -> grpc.StatusCode:
 
 
 def status_of(error: IcehouseError) -> grpc.Status:
-    """Return the status with ErrorInfo and the other details that the error has facts for."""
+    """Return the status with ErrorInfo and the other details that the error has values for."""
     code = code_of(error)
     message = clipped(error.message, MESSAGE_LENGTH_LIMIT)
     proto = status_pb2.Status(code=code.value[0], message=message)
@@ -72,7 +72,7 @@ def with_trailers(status: grpc.Status, trailers: tuple[tuple[str, str | bytes], 
     """Return the status with more trailing metadata."""
     if not trailers:
         return status
-    made: Any = status  # `rpc_status` makes a named tuple
+    made: Any = status  # `rpc_status` returns a named tuple
     replaced: grpc.Status = made._replace(trailing_metadata=(*(status.trailing_metadata or ()), *trailers))
     return replaced
 

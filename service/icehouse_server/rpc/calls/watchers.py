@@ -1,6 +1,6 @@
 """Watchers of calls: metrics, traces, load reports, access log, slow requests. Event loop; none may block.
 
-Whoever starts the server says which there are (`Telemetry`).
+The code that starts the server chooses them (`Telemetry`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.telemetry.call_metrics import CallMetrics
 
 if TYPE_CHECKING:
-    # Needs an optional extra.
+    # This needs an optional extra.
     from icehouse_server.telemetry.call_spans import CallSpans
 
 
 ReadGroup = Callable[[EngineStats | None, CacheStats | None], GroupStats]
-"""Makes a group's counters of those of the model on rank 0."""
+"""Makes a group's counters from those of the model on rank 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Which watchers the server has. The default fits tests: the access log and nothing else."""
+    """The server's watchers. The default fits tests: only the access log."""
 
     wire: tuple[CallMetrics, ...] = ()
     calls: tuple[CallMetrics, ...] = ()
@@ -39,35 +39,36 @@ class Telemetry:
     has_load_report: bool = False
     has_access_log: bool = True
     sample_interval_s: float | None = None
-    """None: nothing wants samples."""
+    """None if nothing needs samples."""
     kv_events: Callable[[], KvEventStats] = KvEventStats
-    """Asked for each sample."""
+    """Called for each sample."""
     group: ReadGroup | None = None
-    """None where one machine serves."""
+    """None if a single machine serves."""
 
 
 _logger = logging.getLogger("icehouse.access")
 
 REFUSAL_LINES_PER_S = 20
 REFUSAL_LINE_BURST_COUNT = 64
-"""Lines of refusals that are written at once."""
+"""Burst of refusal lines that are written at once."""
 
 
 class AccessLog:
     """Writes one line for each ended call: who, how it ended, where the time went. Never prompt or output.
 
-    Refusals get only so many lines a second, for each tenant and for all without credentials together:
-    otherwise anybody could fill the disk. The next line says how many were left out; metrics count them all.
+    Lines about refusals are limited per second, for each tenant and for all callers without credentials
+    together: otherwise anybody could fill the disk. The next line says how many were left out; metrics count
+    them all.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._refusals = RateLimit(rate_per_s=REFUSAL_LINES_PER_S, burst_count=REFUSAL_LINE_BURST_COUNT)
         self._left_out: collections.Counter[str] = collections.Counter()
-        """By tenant with credentials, so there are not many."""
+        """By tenant with credentials, so it stays small."""
 
     def write(self, record: CallRecord, *, trace_id: str) -> None:
-        """Write one call's line; `trace_id` is empty where nothing traces."""
+        """Write one call's line; `trace_id` is empty if tracing is off."""
         left_out_count = 0
         if record.reason and record.started is None:
             tenant = callers.current.get().tenant or ""
@@ -82,7 +83,7 @@ class AccessLog:
 
 
 def log_fields_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
-    """Return the line's fields in order, without those that the call never got to."""
+    """Return the line's fields in order, without those that the call never reached."""
     facts: dict[str, object] = {
         "method": record.method,
         "code": record.code,
@@ -114,28 +115,28 @@ def log_fields_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
 
 
 SLOW_COUNT_LIMIT = 512
-"""Ended requests that are remembered."""
+"""Number of ended requests that are remembered."""
 
 SLOW_RECENT_S = 600.0
-"""Older ones are not shown."""
+"""Older requests are not shown."""
 
 SLOW_SHOWN_COUNT = 10
 
 
 class SlowRequests:
-    """The slowest of the last requests that reached the engine, for `icehouse top`. Bounded."""
+    """The slowest of the latest requests that reached the engine, for `icehouse top`. Bounded."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._ended: collections.deque[tuple[float, CallRecord]] = collections.deque(maxlen=SLOW_COUNT_LIMIT)
 
     def call_ended(self, record: CallRecord) -> None:
-        """Remember a call, if it was a request that left the queue."""
+        """Remember a call if it was a request that left the queue."""
         if record.started is not None:
             self._ended.append((self._clock.monotonic(), record))
 
     def slowest(self, *, tenant: str | None) -> tuple[SlowRequest, ...]:
-        """Return the slowest recent ones, the slowest first; of one tenant, or of all for None."""
+        """Return the slowest recent requests, slowest first, of one tenant, or of all if None."""
         now = self._clock.monotonic()
         recent = [
             (time, record)

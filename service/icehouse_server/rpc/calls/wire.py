@@ -1,7 +1,7 @@
-"""Wire watcher of every call from the outside: method, status, duration, bytes.
+"""Wire watcher: observes every call from the outside: method, status, duration, bytes.
 
-It is the outermost interceptor, so that it sees refusals, health checks and reflection as well. A method name
-that no service has is reported as "other", so that nobody can fill the metrics with invented names.
+It is the outermost interceptor, so that it also sees refusals, health checks and reflection. Unknown method
+names are reported as "other", so that nobody can fill the metrics with invented names.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from icehouse_server.domain.call import WireRecord
 from icehouse_server.telemetry.call_metrics import CallMetrics
 
 OTHER_METHOD = "other"
-"""What gRPC's own metrics call a method that is not registered (proposal A66)."""
+"""The name in gRPC's own metrics for a method that is not registered (proposal A66)."""
 
 DEADLINE_TOLERANCE_S = 0.05
-"""A call cancelled this shortly before its deadline counts as ended by it."""
+"""A call cancelled within this time before its deadline counts as ended by the deadline."""
 
 _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 current_method: contextvars.ContextVar[str] = contextvars.ContextVar("method", default="")
-"""Full name of the method that this task serves, empty outside of a call."""
+"""Full name of the method that this task serves; empty outside of a call."""
 current_limit: contextvars.ContextVar[Limit | None] = contextvars.ContextVar("limit", default=None)
 """What may end this task's call."""
 received_bytes: contextvars.ContextVar[int] = contextvars.ContextVar("received_bytes", default=0)
@@ -40,22 +40,22 @@ _cancel_code: contextvars.ContextVar[grpc.StatusCode | None] = contextvars.Conte
 
 
 class Limit:
-    """What ends a call from inside: its method's deadline, or a stop. Its task is cancelled then."""
+    """What ends a call from inside by cancelling its task: the method's deadline, or a stop."""
 
     def __init__(self, deadline_s: float | None) -> None:
         self.timer = asyncio.timeout(deadline_s)
         self.is_cut = False
-        """Whether it was a stop."""
+        """Whether a stop ended it."""
 
     @property
     def code(self) -> grpc.StatusCode | None:
-        """Why it ended the call; None where it did not."""
+        """Why it ended the call; None if it did not."""
         if not self.timer.expired():
             return None
         return grpc.StatusCode.UNAVAILABLE if self.is_cut else grpc.StatusCode.DEADLINE_EXCEEDED
 
     def cut(self) -> None:
-        # A timer that has expired cannot be rescheduled.
+        # An expired timer cannot be rescheduled.
         with contextlib.suppress(RuntimeError):
             self.timer.reschedule(asyncio.get_running_loop().time())
             self.is_cut = True
@@ -64,8 +64,8 @@ class Limit:
 def cancel_code(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
     """Return what ended this task's cancelled call: a deadline, a stop or its caller.
 
-    gRPC cancels all alike, and the caller's own deadline passes a little earlier than ours, as its message
-    took time. The first answer is kept, so that later questions get the same one.
+    gRPC cancels in the same way for all three, and the caller's own deadline passes a little earlier than
+    ours, because its message took time. The first answer is kept, so that later callers get the same one.
     """
     code = _cancel_code.get()
     if code is None:
@@ -79,7 +79,7 @@ def cancel_code(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
-    """A response that is already encoded: what is large is encoded piece by piece."""
+    """A response that is already encoded: large responses are encoded piece by piece."""
 
     data: bytes
 
@@ -88,7 +88,7 @@ class Encoded:
 
 
 class WireInterceptor(grpc.aio.ServerInterceptor):
-    """Tells the watchers when a call begins and ends."""
+    """Notifies the watchers when a call begins and ends."""
 
     def __init__(self, watchers: tuple[CallMetrics, ...], clock: Clock) -> None:
         self._watchers = watchers
@@ -167,7 +167,7 @@ class _WatchedCall:
 
 
 def _code_name(context: Any, *, otherwise: str) -> str:
-    # gRPC gives the number or the enum, whichever was set; 0 if nothing was.
+    # gRPC returns the number or the enum, whichever was set; 0 if nothing was.
     code = context.code()
     if isinstance(code, grpc.StatusCode):
         return code.name

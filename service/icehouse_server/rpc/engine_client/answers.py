@@ -1,7 +1,7 @@
-"""Answers of one call: what it keeps for them and what is not read yet counts against its caller. Event loop.
+"""Answers of one call: the bytes kept for them and those not yet read count against its caller. Event loop.
 
-gRPC holds a message until the connection has taken it. If a handler is ended meanwhile, the message stays
-until the call is over, so it is counted until then.
+gRPC holds a message until the connection has taken it. If a handler is ended meanwhile, gRPC holds the
+message until the call is over, so it counts until then.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _COPIES: Final = 2
 
 
 class AnswerMessage(Protocol):
-    """A message that is written."""
+    """A message to be written."""
 
     def ByteSize(self) -> int: ...
 
 
 class Writable(Protocol):
-    """What is needed of a call's context."""
+    """What we need of a call's context."""
 
     async def send_initial_metadata(self, initial_metadata: Any) -> None: ...
     async def write(self, message: Any) -> None: ...
 
 
 class Answers:
-    """One call's part of the memory for answers, until `close`."""
+    """One call's share of the memory for answers, until `close`."""
 
     def __init__(self, memory: FairShare, *, origin: str) -> None:
         self._memory = memory
@@ -46,16 +46,16 @@ class Answers:
         self._held_bytes = 0
 
     def buffer(self, size_bytes: int) -> None:
-        """Count so much for answers that are not written yet; raises as `hold` does."""
+        """Count these bytes for answers that are not written yet; raises as `hold` does."""
         self._buffered_bytes = size_bytes
         self.hold(0)
 
     def hold(self, unread_bytes: int) -> None:
-        """Count what is kept and what is being written; raises Overloaded if the caller's answers take all
-        that it may have, and CannotFit for more than that could ever be."""
+        """Count the bytes that are kept and being written. Raises Overloaded if the caller's answers would
+        take more than it may have now, and CannotFit for more than it could ever have."""
         wanted = self._buffered_bytes + unread_bytes
         wanted = wanted if wanted > FREE_BYTES else 0
-        # While nobody else holds anything, one caller gets half.
+        # While nobody else holds anything, one caller may have half.
         if 2 * wanted > self._memory.limit:
             raise CannotFit(
                 Reason.MEMORY_NEVER_FITS,
@@ -76,11 +76,11 @@ class Answers:
 
 
 current: contextvars.ContextVar[Answers | None] = contextvars.ContextVar("answers", default=None)
-"""Of this task's call."""
+"""The answers of this task's call."""
 
 
 def count_buffered(size_bytes: int) -> None:
-    """Count so much for the answers of this task that are not written yet; raises as `Answers.buffer`."""
+    """Count these bytes for this task's answers that are not written yet; raises as `Answers.buffer`."""
     answers = current.get()
     if answers is not None:
         answers.buffer(size_bytes)
@@ -94,17 +94,17 @@ async def write(context: Writable, message: AnswerMessage) -> None:
         answers.hold(_COPIES * message.ByteSize())
     with disconnect_as_cancel():
         await context.write(message)
-    # Not if it was broken off: gRPC still holds the message then.
+    # Not if the write was cancelled: gRPC still holds the message then.
     if answers is not None:
         answers.hold(0)
 
 
 _HEADERS_S = 1.0
-"""How long an ending call waits for headers to be sent; only a connection that takes nothing needs it."""
+"""How long an ending call waits for headers to be sent; only a stalled connection takes that long."""
 
 
 class StallTimer:
-    """Ends a stream whose reader takes nothing for too long, or leaves too much unread."""
+    """Ends a stream whose reader takes nothing for too long or leaves too much unread."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -128,7 +128,7 @@ class StallTimer:
             self._scope = None
 
     async def begin(self, context: Writable) -> None:
-        """Send the headers, for a reader who waits for them before there is a message."""
+        """Send the headers, for a reader that waits for them before the first message."""
         if not self._has_begun:
             self._has_begun = True
             sending = asyncio.ensure_future(context.send_initial_metadata(()))
@@ -137,17 +137,17 @@ class StallTimer:
                 with disconnect_as_cancel():
                     await asyncio.shield(sending)
             except asyncio.CancelledError:
-                # gRPC believes that headers which were broken off were not sent and sends them again. Its
-                # core refuses that, and the caller would never hear of the end.
+                # gRPC believes that headers whose sending was cancelled were not sent, and sends them again.
+                # Its core refuses that, and the caller would never learn that the call ended.
                 await asyncio.wait((sending,), timeout=_HEADERS_S)
                 raise
 
     async def write(self, context: Writable, message: AnswerMessage) -> None:
-        """Hand a message to the connection, which may wait for the reader; only within `guard`.
+        """Pass a message to the connection, which may wait for the reader; only within `guard`.
 
         Raises as `write` does.
         """
-        # Separate from the message: headers that wait with it would keep the call from being ended with a
+        # Send them separately from the message: if headers wait with it, the call cannot be ended with a
         # status (grpc 1.85).
         await self.begin(context)
         self._reschedule(asyncio.get_running_loop().time() + self._timeout_s)
@@ -164,9 +164,9 @@ class StallTimer:
 
 @contextlib.contextmanager
 def disconnect_as_cancel() -> Iterator[None]:
-    """End the call as cancelled if its connection ends before it took what the block sends.
+    """End the call as cancelled if its connection ends before it takes what the block sends.
 
-    gRPC reports it as an error of the server (`InternalError`), when it is the caller who went away.
+    gRPC reports this as a server error (`InternalError`), although it is the caller that left.
     """
     try:
         yield

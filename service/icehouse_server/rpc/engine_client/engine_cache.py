@@ -1,7 +1,7 @@
 """Cache commands from the event loop: single ones, and long ones that run in slices.
 
-A slice is bounded and sent when the one before is done. Requests decode between two slices, and a caller that
-cancels or times out stops the rest.
+A slice is bounded and sent when the one before it is done. Requests decode between two slices, and a caller
+that cancels or times out stops the rest.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from icehouse_server.rpc.engine_client.router import Router
 Answer = TypeVar("Answer")
 
 _VERIFY_SLICE_COUNT = 64
-"""Blocks that are read in one slice."""
+"""Blocks read per slice."""
 _EVICT_SLICE_COUNT = 256
-"""Blocks that are removed in one slice."""
+"""Blocks removed per slice."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandProgress(Generic[Answer]):
-    """How far a long command is."""
+    """The progress of a long command."""
 
     report: Answer
     """What is done so far."""
@@ -52,7 +52,7 @@ class EngineCache:
         self._router = router
 
     async def ask(self, command: CacheCommand, answer_type: type[Answer]) -> Answer:
-        """Return the answer to a command; raises an `IcehouseError` that is the answer, or that ends the
+        """Return the answer to a command; raises the `IcehouseError` that is the answer or that ended the
         engine."""
         self._router.require_model()
         answer = await self._router.ask(functools.partial(self._engine.submit_command, command))

@@ -26,10 +26,11 @@ CommandReply = Callable[[CacheAnswer | IcehouseError], None]
 
 
 class EnginePort(Protocol):
-    """The engine, as the event loop sees it: nothing here blocks, everything is safe from its thread.
+    """The engine, as the event loop sees it: nothing here blocks, and all of it may be called from the loop's
+    thread.
 
-    Each submitted request is answered through `Router.publish` by exactly one last event
-    (`Finished` or `Failed`), a cancelled one too.
+    For each submitted request, also a cancelled one, `Router.publish` gets exactly one last event (`Finished`
+    or `Failed`).
     """
 
     @property
@@ -38,12 +39,12 @@ class EnginePort(Protocol):
 
     @property
     def step_allowance_s(self) -> float:
-        """How long a step may take here before it looks stuck, from the steps measured so far."""
+        """How long a step may take before it looks stuck, derived from the steps measured so far."""
 
     def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
-        """Take the request in, and its siblings for the same prompt with it or not at all.
+        """Accept the request together with its siblings for the same prompt, all or none.
 
-        Raises Overloaded, Unavailable, CannotFit or AlreadyExists if it does not.
+        Raises Overloaded, Unavailable, CannotFit or AlreadyExists if none is accepted.
         """
 
     def cancel(self, request_id: RequestId) -> None:
@@ -57,16 +58,16 @@ class EnginePort(Protocol):
 
 
 class GrammarPort(Protocol):
-    """Compiles response formats for the served model. Called in a few threads; may take seconds."""
+    """Compiles response formats for the served model. Called from a few threads; may take seconds."""
 
     def stack_bytes(self, form_bytes: int) -> int:
-        """Return the stack that a thread needs for a format of this length: compiling is recursive."""
+        """Return the stack size that a thread needs for a format of this length: compiling is recursive."""
 
     def prepare(self) -> object:
-        """Read the vocabulary, unless it has been read."""
+        """Read the vocabulary if it has not been read."""
 
     def kept(self, form: ResponseFormat) -> Grammar | None:
-        """Return the cached grammar of a format, at once."""
+        """Return a format's grammar if it is cached; does not block."""
 
     def compile(self, form: ResponseFormat) -> Grammar:
         """Return a format's grammar; raises InvalidRequest with the position of a mistake."""
@@ -82,7 +83,7 @@ class BlockFiles(Protocol):
         """Return the parts of a block's file, in the clear."""
 
     def decode(self, data: memoryview) -> HostBlock:
-        """Return the block of a file, verified, as views of `data`; raises ValueError for what is none."""
+        """Return the verified block of a file, as views of `data`; raises ValueError if it is not a block."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,6 +93,6 @@ class ServedModel:
     info: ModelInfo
     tokenizer: Tokenizer
     images: ImageReader | None = None
-    """None where the model reads text alone."""
+    """None if the model reads only text."""
     block_files: BlockFiles | None = None
     """None without an SSD tier."""

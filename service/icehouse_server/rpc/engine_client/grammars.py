@@ -1,8 +1,8 @@
-"""Grammar compilers: response formats to grammars, off the event loop, callers in turn, within limits.
+"""Grammar compilers: response formats to grammars, off the event loop, with fair turns and limits.
 
 The compiler is recursive and cannot be interrupted. So its threads get a stack for the largest format, and a
-caller stops waiting for a format that takes too long. A caller has one format compiled at a time; there are
-two threads, so that callers do not block each other.
+caller stops waiting for a format that takes too long. A caller has one format compiled at a time; two threads
+keep callers from blocking each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RETRY_S = 1.0
 
 
 class GrammarCompilers:
-    """Runs a compiler in threads of its own. Owned by the event loop; `close` ends them."""
+    """Runs a compiler in its own threads. Owned by the event loop; `close` ends them."""
 
     def __init__(self, compiler: GrammarPort | None, *, byte_limit: int, timeout_s: float) -> None:
         self._compiler = compiler
@@ -43,10 +43,10 @@ class GrammarCompilers:
         self._all = tuple(self._idle)
 
     def start(self) -> None:
-        """Have the vocabulary read, so that the first request need not wait for it."""
+        """Start reading the vocabulary, so that the first request need not wait for it."""
         if self._compiler is None:
             return
-        # An executor starts its thread at the first task, with the stack size that is set then.
+        # An executor starts its thread at the first task, with the stack size set at that time.
         usual = threading.stack_size(self._compiler.stack_bytes(self._byte_limit))
         try:
             for executor in self._all:
@@ -87,7 +87,7 @@ class GrammarCompilers:
                 raise (self._too_slow(field) if has_begun else self._busy()) from error
 
     def close(self) -> None:
-        """Take no more work; what runs goes on to its end."""
+        """Accept no more work; running work finishes."""
         for executor in self._all:
             executor.shutdown(wait=False, cancel_futures=True)
         if self._compiler is not None:

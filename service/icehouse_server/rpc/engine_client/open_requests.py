@@ -1,5 +1,5 @@
-"""Open requests: what an engine was asked and has not ended, or will be asked once its model is loaded, to be
-listed and to be ended. Event loop."""
+"""Open requests: what engines are working on, or will be once the model is loaded, to list and to cancel.
+Event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from icehouse_server.rpc.engine_client.seat import Seat, Seats
 
 
 class RequestPhase(enum.IntEnum):
-    """How far a request is, in this order."""
+    """How far a request has got, in this order."""
 
     LOADING_MODEL = 0
     WAITING = 1
@@ -27,10 +27,10 @@ class RequestPhase(enum.IntEnum):
 
 
 class OpenRequest:
-    """One call's requests, which the engine has taken together, each with the outbox for its events.
+    """One call's requests, submitted to the engine together, each with the outbox for its events.
 
-    Once the engine has ended a request, its id is free, a little before its call closes or, if the reader
-    stalls, long before. Another tenant's request may have the same id by then, so the router is asked.
+    Once the engine has ended a request, its id is free: a little before its call closes or, if the reader
+    stalls, long before. By then another tenant's request may have the same id, so the router is asked.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class OpenRequest:
         self.model_id = "" if model is None else model.info.model_id
         self._outboxes = outboxes
         self.number = number
-        """Higher for one that came later."""
+        """Later requests have higher numbers."""
         self.method = method
         self.first = requests[0]
         """The one that has the call's name."""
@@ -55,7 +55,7 @@ class OpenRequest:
         prompts = {id(request.prompt_token_ids): len(request.prompt_token_ids) for request in requests}
         self._is_one_prompt = len(prompts) == 1
         self.prompt_token_count = sum(prompts.values())
-        """Of several outputs of one prompt it counts once."""
+        """A prompt with several outputs counts once."""
         self.phase = RequestPhase.WAITING
         self.cached_token_count = 0
         self.output_token_count = 0
@@ -74,11 +74,11 @@ class OpenRequest:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is one that the engine has not ended."""
+        """Whether the engine has not yet ended all of them."""
         return any(self._router.routes(*each) for each in self._outboxes.items())
 
     def cancel(self) -> None:
-        """End those that the engine has not ended, within a step."""
+        """End the requests that the engine has not ended, within a step."""
         self.is_cancelled = True
         for request_id, outbox in self._outboxes.items():
             if self._router.routes(request_id, outbox):
@@ -86,7 +86,7 @@ class OpenRequest:
 
 
 class LoadingRequest:
-    """One call's request that waits for its model to be loaded: nothing is known of its prompt."""
+    """One call's request that waits for its model to load: its prompt is not known yet."""
 
     phase = RequestPhase.LOADING_MODEL
     is_running = True
@@ -114,27 +114,27 @@ ListedRequest = OpenRequest | LoadingRequest
 
 
 def ended_by_request() -> Cancelled:
-    """Return the error of a request that somebody has ended by its id."""
+    """Return the error of a request that CancelRequest has ended."""
     return Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")
 
 
 class OpenRequests:
-    """All open requests, of every model. A caller may see its own, an operator everybody's."""
+    """The open requests of all models. A caller sees its own, an operator everybody's."""
 
     def __init__(self, seats: Seats) -> None:
         self._seats = seats
         self._number = 0
         self._open: dict[int, ListedRequest] = {}
-        """By number, since a name may be used again a little before its first call closes."""
+        """By number, since a name may be reused shortly before its first call closes."""
 
     @contextlib.contextmanager
     def opened(
         self, seat: Seat, method: str, requests: Sequence[GenerationRequest], outboxes: Sequence[Outbox]
     ) -> Iterator[OpenRequest]:
-        """Have a seat's engine work on a call's requests until the block ends; raises what refuses them."""
+        """Have a seat's engine run a call's requests until the block ends; raises what refuses them."""
         known = {request.request_id: outbox for request, outbox in zip(requests, outboxes, strict=True)}
         with contextlib.ExitStack() as stack:
-            # They compute on one thread, so nothing is computed ahead beside another model's requests either.
+            # All engines share one thread, so prefetching for the other models pauses too.
             for other in self._seats.loaded().values():
                 stack.enter_context(other.prefetcher.paused(requests if other is seat else ()))
             self._submit(seat, known, requests)
@@ -150,7 +150,7 @@ class OpenRequests:
 
     @contextlib.asynccontextmanager
     async def loading(self, method: str, request: GenerationRequest, model_id: str) -> AsyncIterator[None]:
-        """The block waits for a request's model to be loaded; raises Cancelled once the request is ended."""
+        """The block waits for a request's model to load; raises Cancelled once CancelRequest ends it."""
         wait, now = asyncio.timeout(None), asyncio.get_running_loop().time
         number = self._next_number()
         waiting = LoadingRequest(number, method, request, model_id, end=lambda: wait.reschedule(now()))
@@ -186,14 +186,14 @@ class OpenRequests:
             raise
 
     def visible_to(self, caller: Caller) -> tuple[ListedRequest, ...]:
-        """Return those that a caller may see and end, without calls whose reader only takes the rest."""
+        """Return the requests that a caller may see and end, except those that the engine has ended."""
         is_operator = caller.role is Role.OPERATOR
         visible = (r for r in self._open.values() if is_operator or r.first.tenant == caller.tenant)
         return tuple(request for request in visible if request.is_running)
 
     def cancel(self, request_id: str, caller: Caller, *, tenant: str | None = None) -> ListedRequest:
-        """End a request; raises NotFound, in the same words for another tenant's, and InvalidRequest if the
-        caller must say which of several tenants' it is."""
+        """End a request. Raises NotFound, with the same message for another tenant's, and InvalidRequest if
+        the caller must say which of several tenants it belongs to."""
         named = [r for r in self.visible_to(caller) if r.first.name == request_id]
         if tenant is not None:
             named = [r for r in named if r.first.tenant == tenant]
@@ -216,12 +216,12 @@ class OpenRequests:
         return named[-1]
 
     def abort(self, names: Set[str], caller: Caller) -> None:
-        """End the caller's own requests of these names, each once; other names are ignored."""
+        """End the caller's own requests with these names, each once; other names are ignored."""
         for request in self.visible_to(caller):
             if request.first.name in names and not request.is_cancelled:
                 request.cancel()
 
     def waiting_token_count(self, tenant: Tenant | None) -> int:
-        """Return the prompt tokens of requests that have not started, of one tenant or of all for None."""
+        """Return the prompt tokens of requests that have not started, of one tenant, or of all if None."""
         waiting = (r for r in self._open.values() if r.phase is RequestPhase.WAITING)
         return sum(r.prompt_token_count for r in waiting if tenant in (None, r.first.tenant))

@@ -1,8 +1,8 @@
 """Outbox: events of one request between the engine and its reader. Owned by the event loop.
 
-Bounded twice. Above `event_limit` waiting events, deltas are merged, so that hardly more than the output's
-text waits. Above `byte_limit` the reader counts as stalled: what waits is dropped, and the request ends with
-`READER_STALLED`.
+It has two bounds. Above `event_limit` waiting events, deltas are merged, so that little more than the
+output's text waits. Above `byte_limit` the reader counts as stalled: waiting events are dropped, and the
+request ends with `READER_STALLED`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from icehouse_server.domain.events import Delta, Event, Failed, Finished, Prefil
 from icehouse_server.errors import Overloaded, Reason
 
 TOKEN_ID_BYTES = 8
-"""What one waiting token id is counted as."""
+"""Counted size of a waiting token id."""
 LOGPROB_BYTES = 16
-"""What one waiting log probability is counted as."""
+"""Counted size of a waiting log probability."""
 PIECE_COUNT = 512
-"""Tokens whose log probabilities go into one message when deltas are merged: more would keep the event loop
-busy for longer than a decode step."""
+"""Tokens whose log probabilities go into one message when deltas are merged: more would occupy the event loop
+for longer than a decode step."""
 
 
 class Outbox:
@@ -44,14 +44,14 @@ class Outbox:
         self._filled = filled or asyncio.Event()
         self._closed_by_writer = False
         self.ended = False
-        """The reader has taken the last event."""
+        """Whether the reader has taken the last event."""
 
     @property
     def waiting_count(self) -> int:
         return len(self._waiting)
 
     def put(self, event: Event) -> None:
-        """Add an event. Whatever comes after the last one is ignored."""
+        """Add an event. Events after the last one are ignored."""
         if self._closed_by_writer:
             return
         self._closed_by_writer = isinstance(event, (Finished, Failed))
@@ -62,7 +62,7 @@ class Outbox:
         self._filled.set()
 
     async def take(self) -> Event:
-        """Return the oldest event, waiting for one. After `Finished` or `Failed` none comes."""
+        """Wait for the oldest event and return it. After `Finished` or `Failed` there is none."""
         assert not self.ended, "the last event was taken already"
         while not self._waiting:
             self._filled.clear()
@@ -74,7 +74,7 @@ class Outbox:
         return event
 
     def _stall(self, what: str) -> None:
-        """Drop what waits and end with READER_STALLED. `what` says which limit was passed."""
+        """Drop what waits and end with READER_STALLED. `what` says which limit was exceeded."""
         self._closed_by_writer = True
         self._waiting.clear()
         self.waiting_bytes = 0
@@ -102,8 +102,8 @@ class Outbox:
 
 
 class _MergedDelta:
-    """Deltas that become one when the reader takes it: put together each time, a long output would be copied
-    once for each of its tokens."""
+    """Deltas that are joined when the reader takes them: joining each time would copy a long output once for
+    each of its tokens."""
 
     def __init__(self, first: Delta) -> None:
         self._texts = [first.text]
@@ -135,7 +135,7 @@ def _size_bytes(event: Event) -> int:
 class Outboxes:
     """The events of several requests, in turn; each request's events stay in order.
 
-    The byte limit is shared evenly. `on_stall` gets the index of the request whose share was exceeded.
+    The byte limit is shared evenly. `on_stall` gets the index of the request that exceeded its share.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Outboxes:
         return all(outbox.ended for outbox in self.all)
 
     async def take(self) -> tuple[int, Event]:
-        """Return the oldest event of the next request that has one, and which request that is."""
+        """Return the index of the next request that has an event, and its oldest event."""
         assert not self.ended, "all last events were taken already"
         while True:
             self._filled.clear()

@@ -1,8 +1,8 @@
-"""Prefetcher: computes how next prompts begin, while the engine has nothing else to do. Event loop.
+"""Prefetcher: computes the beginnings of next prompts while the engine is otherwise idle. Event loop.
 
-One prompt at a time, the latest reply's first. A call that makes the engine run has what is computed given up
-before it is submitted, so that it waits for one pass at most; what was computed by then stays in the cache.
-What waits is bounded, and to lose it costs nothing but the time that the next turn takes without it.
+It computes one prompt at a time, that of the latest reply first. A call that makes the engine run cancels
+this before it is submitted, so that it waits for one pass at most; what was computed by then stays in the
+cache. The number of waiting prompts is bounded, and losing one costs only the time that it would have saved.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from icehouse_server.rpc.engine_client.router import Router
 WAITING_LIMIT = 64
 """Conversations whose next turn waits to be computed."""
 WAITING_TOKEN_LIMIT = 1 << 20
-"""Tokens of their histories together, which are held meanwhile."""
+"""Total tokens of their histories, which are kept meanwhile."""
 _IDLE_S = 0.1
-"""So long nothing may run before one is begun: most agents answer a call of a tool sooner."""
+"""How long nothing may run before one begins: most agents answer a tool call sooner."""
 _ATTEMPT_LIMIT = 3
-"""How often one is begun that others interrupt."""
+"""How often one is begun that other calls interrupt."""
 _EVENT_LIMIT, _BYTE_LIMIT = 8, 1 << 16
-"""Of what the engine reports of a prompt, whose progress is merged into one event."""
+"""For the events of a prefetched prompt, whose progress is merged into one event."""
 
 
 class TurnKey(NamedTuple):
-    """Whose next turn it is. Conversations of one session begin otherwise."""
+    """The conversation of a next turn. Conversations of one session have different openings."""
 
     tenant: Tenant
     session_id: str
@@ -56,11 +56,11 @@ class NextTurn:
 
     key: TurnKey
     token_count: int
-    """Of the prompt and the reply that it follows."""
+    """Of the prompt and its reply."""
     make: Callable[[RequestId], Awaitable[GenerationRequest | None]]
     """Returns the warm-up to run; None if there is nothing to compute. Raises what refuses it."""
     context: contextvars.Context = dataclasses.field(default_factory=contextvars.copy_context)
-    """The call's, whose caller the tokenizer's work counts against."""
+    """The call's context: the tokenizer's work counts against its caller."""
     attempt_count: int = 0
 
 
@@ -71,19 +71,19 @@ class Prefetcher:
         self._engine = engine
         self._router = router
         self._waiting: dict[TurnKey, NextTurn] = {}
-        """The oldest first."""
+        """Oldest first."""
         self._busy_count = 0
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._current: NextTurn | None = None
-        """The one that is being computed; None once it is not wanted any more."""
+        """The turn that is being computed; None once it is no longer wanted."""
         self._request_id: RequestId | None = None
         """Its request, while the engine runs it."""
         self._number = 0
         self._is_closed = False
 
     def note(self, turn: NextTurn) -> None:
-        """Have a next turn computed when nothing else runs, in place of its conversation's last one."""
+        """Have a next turn computed when nothing else runs; it replaces the conversation's previous one."""
         if self._is_closed or turn.token_count > WAITING_TOKEN_LIMIT:
             return
         self._waiting.pop(turn.key, None)
@@ -100,8 +100,8 @@ class Prefetcher:
 
     @contextlib.contextmanager
     def paused(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:
-        """Compute nothing until the block ends. What is being computed is given up, and for the
-        conversations of these requests nothing is computed any more: their next turn is here."""
+        """Compute nothing until the block ends. A running computation is cancelled, and the next turns of the
+        requests' conversations are dropped: they have arrived."""
         for request in requests:
             if request.ends_session:
                 self.forget(request.tenant, request.session_id)
@@ -115,7 +115,7 @@ class Prefetcher:
             self._resume()
 
     def forget(self, tenant: Tenant | None = None, session_id: str | None = None) -> None:
-        """Compute nothing of what waits: of a tenant's session and its children, of all of a tenant's, or of
+        """Drop waiting turns: of a tenant's session and its children, of all of a tenant's sessions, or
         all."""
         current = () if self._current is None else (self._current.key,)
         for key in (*self._waiting, *current):
@@ -129,7 +129,7 @@ class Prefetcher:
             self._give_up()
 
     def close(self) -> None:
-        """Give everything up, for good."""
+        """Drop everything, for good."""
         self._is_closed = True
         self.forget()
         if self._timer is not None:
@@ -165,10 +165,10 @@ class Prefetcher:
         if turn is not None and task.exception() is None and turn.key not in self._waiting:
             self._waiting = {turn.key: turn, **self._waiting}
         self._resume()
-        task.result()  # raises what nobody expects, for the loop to log
+        task.result()  # raises unexpected errors, for the loop to log
 
     async def _compute(self, turn: NextTurn) -> None:
-        """Compute a next turn; `_current` still has it at the end if that is to be tried again."""
+        """Compute a next turn; `_current` is still set at the end if it is to be tried again."""
         if self._busy_count:
             return
         self._number += 1
@@ -176,14 +176,14 @@ class Prefetcher:
             f"~prefetch-{self._number}", turn.key.tenant
         )  # no caller's name has the sign
         request = None
-        with contextlib.suppress(IcehouseError):  # the next turn's own call will be told why
+        with contextlib.suppress(IcehouseError):  # the next turn's own call will get this error
             request = await turn.make(request_id)
         is_refused = request is None or not await self._run(request)
         if is_refused or turn.attempt_count >= _ATTEMPT_LIMIT:
             self._current = None
 
     async def _run(self, request: GenerationRequest) -> bool:
-        """Run a warm-up unless it is not wanted any more; return whether it may be tried again."""
+        """Run a warm-up if it is still wanted; return whether it may be tried again."""
         if self._busy_count or self._current is None:
             return True
         outbox = Outbox(event_limit=_EVENT_LIMIT, byte_limit=_BYTE_LIMIT, on_stall=lambda: None)

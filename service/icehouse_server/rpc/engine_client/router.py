@@ -1,7 +1,7 @@
-"""Router: from the inference thread to the event loop, and what the loop knows of the engine.
+"""Router: from the inference thread to the event loop, and what the loop knows about the engine.
 
-`publish`, `state_changed` and `model_loaded` are for other threads; each wakes the loop once, whatever it
-carries. Everything else belongs to the event loop, but for the listener, which the engine calls.
+`publish`, `state_changed` and `model_loaded` are for other threads; each call wakes the loop once, however
+much it passes on. Everything else belongs to the event loop, except the listener, which the engine calls.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Answer = TypeVar("Answer")
 
 
 class Router:
-    """Hands events to the outboxes of their requests."""
+    """Passes events to the outboxes of their requests."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._outboxes: dict[RequestId, Outbox | None] = {}
-        """Of requests that the engine has not ended; None where the reader is gone."""
+        """For requests that the engine has not ended; None if the reader is gone."""
         self._questions: set[asyncio.Future[Any]] = set()
         self._listeners: list[Callable[[], None]] = []
         self.state = EngineState.LOADING
         self.left_ready = asyncio.Event()
-        """The engine was READY and will not be again."""
+        """Set when the engine was READY and will not be again."""
         self.model: ServedModel | None = None
         self._error: IcehouseError | None = None
 
@@ -87,18 +87,18 @@ class Router:
             )
 
     def routes(self, request_id: RequestId, outbox: Outbox) -> bool:
-        """Whether this outbox is the open one of the id."""
+        """Whether the id is open with this outbox."""
         return self._outboxes.get(request_id) is outbox
 
     def forget(self, request_id: RequestId) -> None:
-        """Undo `open` for a request that the engine did not take."""
+        """Undo `open` for a request that the engine did not accept."""
         del self._outboxes[request_id]
 
     def release(self, request_id: RequestId, outbox: Outbox) -> bool:
         """Note that the reader is gone; return whether the engine has not ended the request yet.
 
-        Until it has, the id stays in use: otherwise the end of the old request could reach a new one of the
-        same name. Once it has, the id may already be another request's.
+        Until it has, the id stays in use: otherwise the end of the old request could reach a new one with the
+        same name. Once it has, the id may already belong to another request.
         """
         if not self.routes(request_id, outbox):
             return False
@@ -106,7 +106,7 @@ class Router:
         return True
 
     async def ask(self, send: Callable[[Callable[[Answer], None]], None]) -> Answer:
-        """Give `send` a reply function for another thread and return what it is called with.
+        """Pass `send` a reply function for another thread and return what it is called with.
 
         Raises what `send` raises, and EngineFailed or Unavailable if the engine ends first.
         """
@@ -136,7 +136,7 @@ class Router:
 
     def _set_state(self, state: EngineState, error: IcehouseError | None) -> None:
         if self.state is EngineState.FAILED:
-            # For good: an engine that does not know that a rank was lost may load to the end, or drain.
+            # FAILED is final: an engine that does not know that a rank was lost may finish loading, or drain.
             return
         self.state = state
         self._error = error or self._error
@@ -166,7 +166,7 @@ def _resolve(future: asyncio.Future[Any], answer: object) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineListener:
-    """Passes the engine's events to the router, and the model together with what its callers need of it."""
+    """Passes the engine's events to the router, and the model with what its callers need."""
 
     router: Router
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""Seat: what one loaded model has on the event loop, and the port to all that are loaded."""
+"""Seat: what one loaded model has on the event loop, and the port to all loaded models."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from icehouse_server.rpc.engine_client.prefetcher import Prefetcher
 from icehouse_server.rpc.engine_client.router import Router
 
 _SHOWN_LIMIT = 80
-"""Of a caller's name for a model."""
+"""Characters shown of a caller's name for a model."""
 _LISTED_LIMIT = 16
 
 
 class Seat:
-    """One model's engine, and what asks it. Owned by the event loop."""
+    """One model's engine, and what sends it commands. Owned by the event loop."""
 
     def __init__(self, *, engine: EnginePort, router: Router, grammars: GrammarCompilers) -> None:
         self.engine = engine
@@ -38,13 +38,13 @@ class Seat:
         self.prefetcher = Prefetcher(engine=engine, router=router)
 
     def turns(self, clock: Clock, *, patience_s: float) -> bool:
-        """Whether the engine is ready and its loop turns, or is in a step no longer than it may be."""
+        """Whether the engine is ready and its loop turns, or is in a step that is not too long yet."""
         allowed_s = max(patience_s, self.engine.step_allowance_s)
         is_ready = self.router.state is EngineState.READY
         return is_ready and clock.monotonic() - self.engine.heartbeat_time <= allowed_s
 
     def close(self) -> None:
-        """Compute nothing ahead and compile nothing more."""
+        """End prefetching and compiling."""
         self.prefetcher.close()
         self.grammars.close()
 
@@ -52,14 +52,14 @@ class Seat:
 Counters = tuple[EngineStats, CacheStats | None]
 
 PATIENCE_S = 1.0
-"""How long an answer of the engine may take: nobody waits for ever for one that is lost."""
+"""How long an answer of the engine may take, so that nobody waits forever for a lost one."""
 _RATE_PER_S = 20.0
 _BURST_COUNT = 64
 
 
 class CounterReader:
-    """All who come while the engine is being asked share its next answer, and the rate is limited: counting
-    takes longer the more blocks there are, on threads that everybody waits for."""
+    """Shares one answer of the engine among all who ask meanwhile, and limits the rate: counting takes longer
+    the more blocks there are, on threads that everybody waits for."""
 
     def __init__(self, *, engine: EnginePort, router: Router) -> None:
         self._engine = engine
@@ -79,7 +79,7 @@ class CounterReader:
     async def _ask_after(self, before: asyncio.Future[Counters] | None) -> Counters:
         if before is not None:
             await asyncio.wait((before,), timeout=PATIENCE_S)
-        # A burst at once, then only so many a second.
+        # A burst at once, then at a limited rate.
         now = asyncio.get_running_loop().time()
         if delay_s := self._rate_limit.delay_s("", now=now, longest_s=math.inf):
             await asyncio.sleep(delay_s)
@@ -89,7 +89,7 @@ class CounterReader:
 
 
 def unknown_model(name: str, served: Sequence[str]) -> NotFound:
-    """Return the refusal of a name that none of the served models has, or none that the caller may use."""
+    """Return the error for a name that no served model has, or none that the caller may use."""
     names = " or ".join(map(repr, served[:_LISTED_LIMIT])) or "another server"
     return NotFound(
         Reason.MODEL_NOT_FOUND,
@@ -100,16 +100,16 @@ def unknown_model(name: str, served: Sequence[str]) -> NotFound:
 
 
 class ModelUse(Protocol):
-    """A call, to the model that it uses."""
+    """A call, as the model that it uses sees it."""
 
     @property
     def caller(self) -> Caller: ...
     @property
     def holds(self) -> contextlib.ExitStack:
-        """Closed when it ends."""
+        """Closed when the call ends."""
 
     load_s: float
-    """How long it waited for the model to be loaded."""
+    """How long the call waited for the model to load."""
 
 
 class Seats(Protocol):
@@ -120,7 +120,7 @@ class Seats(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """Whether the server takes calls."""
+        """Whether the server accepts calls."""
 
     @property
     def are_several(self) -> bool:
@@ -128,40 +128,40 @@ class Seats(Protocol):
 
     @property
     def default_name(self) -> str:
-        """The name of the model that the empty one means, as in `loaded`."""
+        """The name of the default model, as in `loaded`."""
 
     def loaded(self) -> Mapping[str, Seat]:
-        """Return the seats that have an engine, by the names of their models."""
+        """Return the seats that have an engine, by model name."""
 
     async def use(self, name: str, call: ModelUse) -> Seat:
-        """Return the seat of the model that a call names, loading it first if need be, and keep it there for
+        """Return the seat of the model that a call names, loading it first if need be, and keep it loaded for
         the call.
 
-        Raises NotFound for a name that the caller may not use, and what keeps the model from being loaded.
+        Raises NotFound for a name that the caller may not use, and the reason why the model cannot be loaded.
         """
 
     def seat_of(self, name: str, caller: Caller) -> Seat:
-        """Return a model's seat if it is loaded; raises NotFound as `use`, and Unavailable."""
+        """Return a model's seat if it is loaded; raises NotFound as `use`, otherwise Unavailable."""
 
     async def fetch(self, name: str, caller: Caller) -> None:
-        """Have a model's files here, without loading it; raises NotFound, and what keeps them away."""
+        """Fetch a model's files without loading it; raises NotFound, and why they cannot be had."""
 
     async def unload(self, name: str, caller: Caller) -> ListedModel:
-        """Unload a model once its calls have ended, or have had their grace; raises NotFound, and
-        InvalidRequest for the only one."""
+        """Unload a model after its calls have ended or their grace period is over; raises NotFound, and
+        InvalidRequest for the only model."""
 
     def listed(self, caller: Caller) -> Sequence[ListedModel]:
-        """Return the models that a caller may use; raises Unavailable for a single one that loads."""
+        """Return the models that a caller may use; raises Unavailable while the only model loads."""
 
     def find(self, name: str, caller: Caller) -> ListedModel:
         """Return the model that a caller names; raises as `listed`, and NotFound as `use`."""
 
     def takes(self, name: str, caller: Caller) -> bool:
-        """Whether a call for the model that a caller names would be tried now: it is there, or would be
-        loaded. Raises as `find`."""
+        """Whether a call for the named model would be tried now: it is loaded or would be loaded. Raises as
+        `find`."""
 
     def turns(self, *, patience_s: float) -> bool:
-        """Whether the server takes calls, and no engine is stuck for longer than so long."""
+        """Whether the server accepts calls and no engine has been stuck for longer than `patience_s`."""
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Have `listener` called when `turns` or `listed` may have changed."""

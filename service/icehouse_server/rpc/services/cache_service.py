@@ -46,12 +46,12 @@ from icehouse_server.rpc.services.prepared import Prepared
 
 
 def scope_of(request: PromptMessage, call: RpcCall) -> CacheScope:
-    """Return whose blocks a command is about; raises Forbidden. The adapter is checked with the prompt."""
+    """Return the scope of a command's blocks; raises Forbidden. The adapter is checked with the prompt."""
     return CacheScope(tenant_of(request.cache, call.caller), AdapterName(request.prompt.adapter))
 
 
 class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
-    """Turns calls into the cache's commands and their answers into responses."""
+    """Turns calls into cache commands and their answers into responses."""
 
     def __init__(self, parts: ServiceParts) -> None:
         super().__init__(parts)
@@ -125,7 +125,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     async def _read_prompt(
         self, request: messages.PinRequest | messages.UnpinRequest | messages.EvictRequest, call: RpcCall
     ) -> tuple[CacheScope, tuple[int, ...]]:
-        """Return whose blocks a command is about, and the tokens of its prompt."""
+        """Return the scope of a command's blocks, and the tokens of its prompt."""
         scope = scope_of(request, call)
         token_ids, _ = await self._generation.read_prompt(request, tenant=scope.tenant, call=call)
         return scope, token_ids
@@ -167,8 +167,8 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
             await timer.write(context, messages.VerifyResponse(done=verify_result(found)))
 
     def _reader_of(self, name: str, caller: Caller) -> str:
-        """Return the loaded model whose engine checks the blocks of another: its own, or any if it is not
-        loaded. Raises NotFound, and Unavailable if none is."""
+        """Return the loaded model whose engine checks the blocks of model `name`: itself, or any other if it
+        is not loaded. Raises NotFound, and Unavailable if no model is loaded."""
         wanted = self._seats.find(name, caller).name
         ready = [each.name for each in self._seats.listed(caller) if each.state is ModelState.READY]
         if not ready:

@@ -1,8 +1,8 @@
-"""Cache transfer: blocks as an archive to a caller, and an archive's blocks from a caller (event loop).
+"""Cache transfer: exports blocks to a caller as an archive and imports an archive's blocks (event loop).
 
-One block is under way in each call, and hashing runs in the tokenizer's threads, 1 MiB at a time. In an
-archive blocks have the names that they have without a key, below the root of the tenant that they come from.
-Here they get the names of the tenant that they go to. So nothing of an archive decides where a block is
+Each call handles one block at a time and hashes in the tokenizer's threads, 1 MiB at a time. In an archive,
+blocks have the names that they would have without a key, below the root of the tenant that they come from.
+Here they get the names of the tenant that they go to. So nothing in an archive decides where a block is
 filed.
 """
 
@@ -50,17 +50,17 @@ from icehouse_server.storage.archive import (
 
 CHUNK_BYTES = 1 << 20
 _TRANSFER_LIMIT = 4
-"""Exports and imports at once, each with a block in memory."""
+"""Concurrent exports and imports, each with a block in memory."""
 _RETRY_S = 1.0
 _TRY_COUNT = 5
-"""How often a block is asked for where too much is queued."""
+"""How often a read of a block is tried while too much is queued."""
 _ADOPT_TRY_COUNT = 60
-"""The same of a block that comes: a caller may have no deadline."""
+"""The same for an imported block: a caller may have no deadline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Model:
-    """What an archive must fit."""
+    """What an archive must match."""
 
     fingerprint: Fingerprint
     files: BlockFiles
@@ -78,7 +78,7 @@ class CacheTransfer:
     """Exports and imports for the cache service."""
 
     def __init__(self, *, prompts: PromptReader, timeout_s: float) -> None:
-        """A caller that sends nothing for `timeout_s` is given up."""
+        """A caller that sends nothing for `timeout_s` is dropped."""
         self.prompts = prompts
         self._timeout_s = timeout_s
         self._running_count = 0
@@ -92,7 +92,7 @@ class CacheTransfer:
         context: Writable,
         timer: StallTimer,
     ) -> None:
-        """Write the archive of a prompt, None: of a tenant. Within the timer's guard."""
+        """Write the archive of a prompt, or of a tenant if `keys` is None. Call within the timer's guard."""
         model, commands = seat.router.require_model(), seat.commands
         served = _Model.of(model)
         with self._slot():
@@ -112,7 +112,7 @@ class CacheTransfer:
                     result.left_out_block_count += 1
                     continue
                 named_block = named.name(block, content)
-                # Read already: nothing of it is kept while the next one is read.
+                # The block was read: free it before the next one is read.
                 del content
                 parts = await self.prompts.run(partial(served.files.encode, named_block))
                 size_bytes = sum(part.nbytes for part in parts)
@@ -144,7 +144,7 @@ class CacheTransfer:
             return adoption.response(adoption.end_detail())
 
     async def next_of(self, requests: AsyncIterator[messages.ImportRequest]) -> messages.ImportRequest | None:
-        """Return the next message; None at the end. Raises DeadlineExceeded where none comes in time."""
+        """Return the next message; None at the end. Raises DeadlineExceeded if none comes in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await anext(requests, None)
@@ -156,7 +156,7 @@ class CacheTransfer:
             ) from None
 
     async def _read(self, commands: EngineCache, block: ExportBlock) -> HostBlock | None:
-        """Return a block; None for one that is gone, or damaged."""
+        """Return a block; None if it is gone or damaged."""
         try:
             return (await self.patiently(commands, ReadBlock(block.hash), BlockContent)).block
         except NotFound:
@@ -170,7 +170,7 @@ class CacheTransfer:
         *,
         try_count: int = _TRY_COUNT,
     ) -> Answer:
-        """Give a command again where too much is queued; raises Overloaded at last."""
+        """Retry a command while too much is queued; finally raises Overloaded."""
         for _ in range(try_count - 1):
             with contextlib.suppress(Overloaded):
                 return await commands.ask(command, answer_type)
@@ -194,7 +194,7 @@ class CacheTransfer:
 
 
 class _Names:
-    """Names in an archive of the blocks that it has so far, by their names here."""
+    """Maps the names of the archive's blocks so far: name on this server to name in the archive."""
 
     def __init__(self, tenant: Tenant, fingerprint: Fingerprint) -> None:
         self._tenant = tenant
@@ -202,7 +202,7 @@ class _Names:
         self._known: dict[BlockHash, BlockHash] = {}
 
     def reaches(self, block: ExportBlock) -> bool:
-        """Return whether the block before this one is in the archive."""
+        """Whether the archive has the parent of this block."""
         return block.start_token_index == 0 or block.parent in self._known
 
     def name(self, block: ExportBlock, content: HostBlock) -> HostBlock:
@@ -219,7 +219,7 @@ class _Names:
 
 
 class _Adoption:
-    """One archive on its way in."""
+    """An archive that is being imported."""
 
     def __init__(
         self,
@@ -239,17 +239,17 @@ class _Adoption:
             root_hash(fingerprint=model.fingerprint, tenant=tenant, adapter=adapter): adapter
             for adapter in (None, *model.adapters)
         }
-        """Adapter, None for the bare model, by its root of this tenant."""
+        """Adapter (None for the bare model) by its root for this tenant."""
         self._here: dict[BlockHash, tuple[BlockHash, AdapterDigest | None]] = {}
-        """Name here and adapter, by the name in the archive."""
+        """Name on this server and adapter, by the name in the archive."""
         self._entry: BlockEntry | None = None
-        """The block whose bytes come; None where they are passed over."""
+        """The block whose bytes come next; None if they are skipped."""
         self._data = bytearray()
         self._refused: Counter[AdoptionRefusal] = Counter()
         self._adopted_count = self._adopted_bytes = self._known_count = 0
 
     def feed(self, chunk: bytes) -> tuple[list[Item], str]:
-        """Return what is complete now, and why no more is read. Any thread, one at a time."""
+        """Return the items now complete, and why reading stopped, or "". Any thread, one at a time."""
         items: list[Item] = []
         try:
             for item in self._reader.feed(chunk):
@@ -259,7 +259,7 @@ class _Adoption:
         return items, ""
 
     def end_detail(self) -> str:
-        """Return what is missing at the end of the stream; "" when nothing is."""
+        """Return what is missing at the end of the stream, or ""."""
         try:
             self._reader.finish()
         except ArchiveError as error:
@@ -267,7 +267,7 @@ class _Adoption:
         return ""
 
     async def take(self, item: Item) -> None:
-        """Take in what the reader found. Raises NotFound for another model."""
+        """Process an item from the reader. Raises NotFound if the archive is of another model."""
         if isinstance(item, ArchiveHeader):
             self._check_model(item)
         elif isinstance(item, BlockEntry):
@@ -282,7 +282,7 @@ class _Adoption:
             await self._adopt(entry, data)
 
     def response(self, stop_detail: str) -> messages.ImportResponse:
-        """Return what became of the blocks."""
+        """Return what happened to the blocks."""
         counts = [
             messages.ImportRefusalCount(reason=enum_proto(refusal, messages.ImportRefusal), block_count=count)
             for refusal, count in self._refused.items()
@@ -317,12 +317,12 @@ class _Adoption:
             file = memoryview(data).toreadonly()
             block = await self._transfer.prompts.run(partial(self._model.files.decode, file))
             command = self._command(entry, block, len(data))
-        except ValueError:  # no block, or none that can be verified
+        except ValueError:  # not a block, or one that cannot be verified
             command = None
         if command is None:
             self._refused[AdoptionRefusal.DAMAGED] += 1
             return
-        # It waits while other models' blocks fill the write queue, but not for ever for a disk that hangs.
+        # Wait while other models' blocks fill the write queue, but not forever for a disk that hangs.
         answer = await self._transfer.patiently(self._commands, command, Adoption, try_count=_ADOPT_TRY_COUNT)
         if answer.refusal is not None:
             self._refused[answer.refusal] += 1
@@ -333,7 +333,7 @@ class _Adoption:
         self._adopted_bytes += len(data) if answer.is_new else 0
 
     def _command(self, entry: BlockEntry, block: HostBlock, size_bytes: int) -> AdoptBlock | None:
-        """Return the order to adopt a verified block; None where it is not the one that its entry names.
+        """Return the command to adopt a verified block; None if it is not the block that its entry names.
 
         Raises ValueError for keys that cannot be joined.
         """
@@ -348,7 +348,7 @@ class _Adoption:
         elif entry.adapter is not None:
             adapter = AdapterDigest(entry.adapter) if entry.adapter else None
         else:
-            adapter = self._roots[entry.parent]  # one without a root is refused before its bytes
+            adapter = self._roots[entry.parent]  # a block without a root is refused before its bytes
         keys = join_keys(header.token_ids, header.extra)
         return AdoptBlock(self._tenant, adapter, parent, entry.start_token_index, keys, block.regions)
 
@@ -360,7 +360,7 @@ def _entry(header: BlockHeader, size_bytes: int, adapter: AdapterDigest | None) 
 
 
 def _chunks(parts: Iterable[memoryview]) -> Iterator[bytes]:
-    """Yield the bytes of all parts in messages that are neither too long nor needlessly short."""
+    """Yield the bytes of all parts in messages of at most `CHUNK_BYTES`, and not needlessly short."""
     pending = bytearray()
     for part in parts:
         for begin in range(0, part.nbytes, CHUNK_BYTES):

@@ -63,7 +63,7 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
         )
 
     def _check(self, request: messages.EmbedRequest, info: ModelInfo) -> int:
-        """Refuse what can be refused without the tokenizer; return the number of dimensions."""
+        """Refuse what needs no tokenizer to be refused; return the number of dimensions."""
         if not info.embedding_size:
             raise CannotFit(
                 Reason.EMBEDDING_UNSUPPORTED,
@@ -80,7 +80,7 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
     async def _read(
         self, request: messages.EmbedRequest, model: ServedModel, call: RpcCall
     ) -> list[tuple[int, ...]]:
-        """Return the tokens of every input; raises InvalidRequest that names the one at fault."""
+        """Return the tokens of every input; raises InvalidRequest that names the faulty one."""
         before = _text_before(request.prompt_name, model.info)
         inputs: list[tuple[int, ...]] = []
         for index, message in enumerate(request.inputs):
@@ -93,7 +93,7 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
 
 
 def _pooling_of(pooling: messages.Pooling.ValueType, info: ModelInfo) -> Pooling:
-    """Return how to pool; raises InvalidRequest where the model has a rule and another one is asked for."""
+    """Return how to pool; raises InvalidRequest if the model has a rule and another one is asked for."""
     found = enum_of(pooling, messages.Pooling, Pooling, unset=info.pooling)
     if found is None:
         refuse_value("pooling", int(pooling), "a Pooling of this API version")
@@ -103,7 +103,7 @@ def _pooling_of(pooling: messages.Pooling.ValueType, info: ModelInfo) -> Pooling
 
 
 def _text_before(name: str, info: ModelInfo) -> str:
-    """Return what stands before each text, by its name or by default; raises InvalidRequest."""
+    """Return the text to put before each input, by its name or the default; raises InvalidRequest."""
     for prompt in info.embedding_prompts:
         if prompt.name == name if name else prompt.is_default:
             return prompt.text

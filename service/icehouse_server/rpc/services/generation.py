@@ -1,4 +1,4 @@
-"""Generation: one request from the wire to its last event, and what all services share."""
+"""Generation: a request from the wire to its last event, and what all services share."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from icehouse_server.text.reasoning import ReplyReasoning
 from icehouse_server.text.reply_memory import ReplyScope
 
 _TELL_S = 1.0
-"""How often a caller hears that its model is being loaded."""
+"""How often a caller is told that its model is being loaded."""
 
 
 class Generation:
@@ -82,7 +82,7 @@ class Generation:
         clock: Clock,
     ) -> None:
         self.open_requests = OpenRequests(seats)
-        """What runs and waits, for all of the services."""
+        """The running and waiting requests of all services."""
         self._clock = clock
         self._config = config
         self._seats = seats
@@ -90,8 +90,8 @@ class Generation:
         self._tenants = tenants
 
     async def use(self, name: str, call: RpcCall) -> tuple[Seat, ServedModel]:
-        """Return the model that a call names and its seat, which is the call's until it ends; raises what
-        refuses the name, and what keeps the model from being loaded."""
+        """Return the model that a call names and its seat, which the call holds until it ends; raises what
+        refuses the name, and why the model cannot be loaded."""
         if call.used is None:
             call.used = await self._seats.use(name, call)
         return call.used, call.used.router.require_model()
@@ -99,8 +99,8 @@ class Generation:
     async def use_for(self, message: RunMessage, call: RpcCall) -> ServedModel:
         """Return the model of a request that makes the engine run; raises as `use` does.
 
-        The call has the request's name from now on, so that it can be found by it while the model is loaded,
-        and if it cannot be.
+        The call gets the request's name here, so that it can be found by it while the model loads, and if
+        loading fails.
         """
         if message.request_id:
             call.request_id = check_name("request_id", message.request_id)
@@ -123,13 +123,13 @@ class Generation:
         call: RpcCall,
         tell: Callable[[model_service_pb2.LoadingModel], Awaitable[None]],
     ) -> None:
-        """Do something for a model that takes a while, and tell about once a second how far it is."""
+        """Do work that takes a while for a model, and report its state about once a second."""
         using = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait((using,), timeout=_TELL_S))[0]:
                 model = self._seats.find(name, call.caller)
                 if model.state is ModelState.READY:
-                    continue  # it has just become so, and the call goes on
+                    continue  # it has just become ready, and the call continues
                 elapsed = duration_proto(self._clock.monotonic() - call.arrival_time)
                 state = enum_proto(model.state, model_service_pb2.ModelState)
                 await tell(model_service_pb2.LoadingModel(model=model.name, state=state, elapsed=elapsed))
@@ -145,10 +145,10 @@ class Generation:
         call: RpcCall,
         wanted: ModelKind = ModelKind.CHAT,
     ) -> GenerationRequest:
-        """Return a request without a prompt and output; the call learns its model's name and its tenant.
+        """Return a request without prompt and output; sets the call's model and tenant.
 
-        This is what all messages that run the engine have in common. Raises what refuses it, also by a
-        model that is not for what is wanted; needs no tokenizer.
+        This covers what all messages that run the engine have in common. Raises what refuses it, also if the
+        model is not of the `wanted` kind; needs no tokenizer.
         """
         check_kind(model.info, wanted)
         check_adapter_of(message, model.info)
@@ -163,7 +163,7 @@ class Generation:
         )
 
     def shared_tenant_of(self, policy: cache_policy_pb2.CachePolicy, call: RpcCall) -> Tenant | None:
-        """Return the tenant whose prompts the call may start from too; raises what refuses it."""
+        """Return the other tenant whose prompts the call may reuse; raises what refuses it."""
         return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
     def unchecked(
@@ -175,14 +175,14 @@ class Generation:
         tenant: Tenant,
         form: ResponseFormat | None = None,
     ) -> UncheckedPrompt:
-        """Return a tenant's prompt as it came, and in what form it is to be answered."""
+        """Return a tenant's prompt unchecked, with the form of its answer."""
         rules = self.rules_of(tenant, prompt.adapter, model)
         in_json = isinstance(form, JsonSchema | JsonObject)
         check = functools.partial(prompt_of, prompt, model.info, choice, rules=rules, answers_in_json=in_json)
         return UncheckedPrompt(check, prompt.ByteSize())
 
     def rules_of(self, tenant: Tenant, adapter: str, model: ServedModel) -> PromptRules:
-        """Return how a tenant's prompts become stable."""
+        """Return how a tenant's prompts are made stable."""
         scope = ReplyScope(model.info.fingerprint_hex, tenant, AdapterName(adapter))
         return PromptRules(
             KnownReplies(self._prompts.replies, scope), is_stable=self._tenants.limits.normalizes(tenant)
@@ -200,7 +200,7 @@ class Generation:
         max_reasoning_tokens: int | None = None,
         completion_count: int = 1,
     ) -> Prepared:
-        """Return what the engine is asked, after all work of the tokenizer; raises what refuses it.
+        """Return the request for the engine, after all work of the tokenizer; raises what refuses it.
 
         `request` comes without prompt, banned words and grammar.
         """
@@ -215,7 +215,7 @@ class Generation:
             stops = dict.fromkeys((*sampling.stop_token_ids, *prompt.stop_token_ids))
             sampling = dataclasses.replace(sampling, stop_token_ids=tuple(stops))
         if prompt.chat is not None and prompt.chat.conversation.tool_choice.is_forced:
-            form = None  # there is no answer, but a call
+            form = None  # there is no answer, only a call
         reasoning = _reasoning_of(prompt, model, limit=max_reasoning_tokens)
         grammar = await _grammar(call.seat.grammars, form, prompt.chat)
         if reasoning is not None and (
@@ -251,9 +251,9 @@ class Generation:
         )
 
     def _computes_ahead(self, request: GenerationRequest, chat: RenderedConversation) -> bool:
-        """Whether the next turn may begin otherwise than with this prompt and its reply.
+        """Whether the next turn may begin differently from this prompt and its reply.
 
-        Stable prompts go on from the reply's tokens, unless that could not be done for this one.
+        Stable prompts continue from the reply's tokens, unless that was not possible for this one.
         """
         if not self._config.prefetch_token_limit or not request.session_id or request.ends_session:
             return False
@@ -284,7 +284,7 @@ class Generation:
         known: array.array[int],
         request_id: RequestId,
     ) -> GenerationRequest | None:
-        """Return a warm-up of how the turn after a request begins, if enough of that is not `known`."""
+        """Return a warm-up of the beginning of the next turn, if enough of it is not `known`."""
         token_ids = await self._prompts.next_beginning(
             chat, reply, model, known=known, token_limit=self._config.prefetch_token_limit
         )
@@ -308,7 +308,7 @@ class Generation:
     async def read_prompt(
         self, message: PromptMessage, *, tenant: Tenant, call: RpcCall
     ) -> tuple[TokenKeys, ReportNotes]:
-        """Return the token keys of a prompt that the engine does not run, and the notes for its cache report;
+        """Return the token keys of a prompt that the engine does not run, and notes for its cache report;
         raises what refuses it."""
         _, model = await self.use(message.model, call)
         check_adapter(message.prompt.adapter, model.info, field="prompt.adapter")
@@ -319,7 +319,7 @@ class Generation:
         return read.keys, notes_of(read, model, tenant=tenant, call=call)
 
     def charge(self, token_count: int, *, call: RpcCall) -> None:
-        """Charge tokens of a call that runs no request; raises Overloaded as a request would."""
+        """Charge the tokens of a call that runs no request; raises Overloaded as for a request."""
         self._tenants.charge(call.caller.tenant or Tenant(""), token_count)
 
     async def _read(self, prompt: UncheckedPrompt, model: ServedModel, call: RpcCall) -> ReadPrompt:
@@ -341,7 +341,7 @@ class Generation:
         call: RpcCall,
         on_stall: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
-        """Submit requests for one prompt together and give their events, each with its request's index.
+        """Submit the requests of one prompt together and yield their events, each with its request's index.
         Leaving the block early cancels all of them.
 
         The iterator ends after each request's `Finished` and raises the error of the first `Failed`.
@@ -349,7 +349,7 @@ class Generation:
         seat = call.seat
 
         def stalled(index: int) -> None:
-            # The others are cancelled on the way out: their ends must not be reported before the reason.
+            # Leaving the block cancels the others: their ends must not be reported before the reason.
             seat.engine.cancel(requests[index].request_id)
             on_stall()
 
@@ -370,9 +370,9 @@ class Generation:
     async def run_each(
         self, whole: GenerationRequest, prompts: Sequence[tuple[int, ...]], *, call: RpcCall
     ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
-        """As `run`, with a request for each prompt, otherwise like `whole`; indices are those of prompts.
+        """As `run`, with one request per prompt, otherwise like `whole`; indices are those of the prompts.
 
-        The engine decides on requests that come together by the first one, so that is the longest.
+        The engine judges requests that come together by the first one, so the longest comes first.
         """
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         requests = [
@@ -387,7 +387,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServiceParts:
-    """What the services share. `draw_seed` gives 0 to 2**64 - 1, for a request that names none."""
+    """What the services share. `draw_seed` returns 0 to 2**64 - 1, for a request without a seed."""
 
     config: ServerConfig
     clock: Clock
@@ -400,9 +400,9 @@ class ServiceParts:
 
 
 class Service:
-    """What every servicer is made of.
+    """The base of every servicer.
 
-    Streams are written with context.write, not as generators, so that a write that blocks can be timed.
+    Streams are written with context.write, not as generators, so that a blocked write can be timed.
     """
 
     def __init__(self, parts: ServiceParts) -> None:
@@ -426,7 +426,7 @@ def _named(message: RunMessage, call: RpcCall) -> GenerationRequest:
 async def _grammar(
     grammars: GrammarCompilers, form: ResponseFormat | None, chat: RenderedConversation | None
 ) -> Grammar | None:
-    """Return the grammar of the response format, of the tools that the output calls, or of either."""
+    """Return the grammar of the response format, of the tool calls, or of either."""
     call_form = None if chat is None else chat.rendered.call_form
     if chat is None or call_form is None:
         return None if form is None else await grammars.compile(form)
@@ -448,7 +448,7 @@ async def _grammar(
             refusal = error
     if chat.conversation.constrains_calls:
         raise refusal
-    # A required call has begun in the prompt.
+    # The prompt already contains the beginning of a required call.
     return None if form is None else await grammars.compile(form)
 
 
@@ -472,10 +472,10 @@ def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) 
 
 
 def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: RpcCall) -> ReportNotes:
-    """Return what a prompt's cache report says beside what the engine reports.
+    """Return what a prompt's cache report says in addition to the engine's report.
 
-    Where a prompt differs from a cached one is shown only to the tenant of both, not to an operator who acts
-    for another one.
+    Only the tenant of both prompts sees where a prompt differs from a cached one, not an operator who acts
+    for another tenant.
     """
     tokenizer = model.tokenizer
 

@@ -43,12 +43,12 @@ from icehouse_server.rpc.services.prompts import (
 )
 
 if TYPE_CHECKING:
-    # Needs an optional extra.
+    # This needs an optional extra.
     from icehouse_server.vision.image_reader import PromptImages
 
 
 class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServicer):
-    """Thin: each method reads the request, asks below, and writes the answer."""
+    """Thin: each method reads the request, asks the layers below, and writes the answer."""
 
     async def Generate(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context
@@ -146,9 +146,9 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         *,
         read_images: Callable[[], SentImages] | None = None,
     ) -> Prepared:
-        """Return what the engine is asked. What can be refused without the tokenizer is refused first.
+        """Return the request for the engine. What needs no tokenizer to be refused is refused first.
 
-        `read_images` gives the images that the prompt's tokens stand for, if any, off the event loop.
+        `read_images` returns the images that the prompt's tokens stand for, if any, off the event loop.
         """
         model = await self._generation.use_for(request, call)
         whole = self._generation.request_of(request, model=model, call=call)
@@ -197,10 +197,10 @@ _LENGTH_DELIMITED = 2
 
 
 class ReplySum:
-    """What Generate answers: the messages of a stream added up by completion.
+    """Generate's answer: the messages of a stream, added up by completion.
 
-    Log probabilities, by far the most of it, are kept encoded, which takes a quarter of what messages do.
-    The answer is put together of bytes, so the event loop touches each of them once.
+    Log probabilities are by far the largest part. They are kept encoded, which takes a quarter of the memory
+    of messages. The answer is joined from bytes, so the event loop touches each byte once.
     """
 
     def __init__(self, *, completion_count: int) -> None:
@@ -229,13 +229,13 @@ class ReplySum:
                     self._outputs[response.finished.completion_index].finished = response.finished
 
     def response(self, caches: Iterable[usage_pb2.CacheReport], *, lists_completions: bool) -> Encoded:
-        """Return the GenerateResponse, once each `finished` was added; `caches` is what each completion
+        """Return the GenerateResponse, after each `finished` was added; `caches` is what each completion
         reused."""
         completions = [
             output.completion(index, seed=(self._started.seed + index) % SEED_RANGE, cache=cache)
             for index, (output, cache) in enumerate(zip(self._outputs, caches, strict=True))
         ]
-        # The first completion stands in the answer itself, and its cache report in the place of `started`'s.
+        # The answer itself holds the first completion, and its cache report replaces that of `started`.
         shared = _shared(inference.GenerateResponse, self._started, completions[0])
         answer = inference.GenerateResponse(**shared)
         parts = [answer.SerializeToString(), bytes(self._logprobs)]
@@ -301,7 +301,7 @@ class _CompletionSum:
 
 
 def _shared(kind: type[Message], *sources: Message) -> dict[str, Any]:
-    """Return the fields that are set in the sources and that `kind` has by the same names; later ones win."""
+    """Return the fields set in the sources that `kind` has under the same names; later sources win."""
     names = kind.DESCRIPTOR.fields_by_name
     return {
         field.name: value for source in sources for field, value in source.ListFields() if field.name in names
@@ -309,7 +309,7 @@ def _shared(kind: type[Message], *sources: Message) -> dict[str, Any]:
 
 
 def _completion_field(*parts: bytes) -> tuple[bytes, ...]:
-    """Return one of the answer's `completions`, encoded, made of these parts."""
+    """Return one encoded item of the answer's `completions`, made of these parts."""
     tag = inference.GenerateResponse.COMPLETIONS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
     return (_varint(tag), _varint(sum(len(part) for part in parts)), *parts)
 

@@ -63,7 +63,7 @@ class ModelService(Service, model_service_pb2_grpc.ModelServiceServicer):
 
 
 def model_proto(model: ListedModel) -> messages.Model:
-    """Return a model with its state; of one that is not loaded little else is known."""
+    """Return a model with its state; little else is known of one that is not loaded."""
     message = messages.Model(
         id=model.name,
         state=enum_proto(model.state, messages.ModelState),

@@ -1,4 +1,4 @@
-"""Observation: who watches the calls of one server, its counters, load report and status page."""
+"""Observation: watchers of one server's calls, its counters, load report and status page."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from icehouse_server.rpc.messages.responses import tenant_stats_protos
 from icehouse_server.telemetry.call_metrics import CallMetrics
 
 BLOCK_LIMIT = 1024
-"""Blocks that are asked for: a millisecond of the engine's time (2-core x86)."""
+"""Number of blocks to ask for: a millisecond of the engine's time (2-core x86)."""
 
 
 class Observation:
-    """Reports ended calls to all who watch, and samples the engine's counters, so that metrics and load
-    reports never ask. Owned by the event loop; any thread may read `latest`."""
+    """Reports ended calls to all watchers and samples the engine's counters, so that metrics and load reports
+    need not ask the engine. Owned by the event loop; any thread may read `latest`."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class Observation:
         self._slow = SlowRequests(clock)
         self.tenants = tenants
         self._counters: Mapping[str, Counters] = {}
-        """The last that somebody asked for."""
+        """The last ones that a caller asked for."""
         self._encoded: dict[Tenant | None, Encoded] = {}
-        """The answers made of these, by tenant; None for those who see all."""
+        """The encoded answers with these counters, by tenant; None for callers who see everything."""
         self.interval_s = telemetry.sample_interval_s or 1.0
-        """Also how long the engine may take to answer. Without one in the settings nothing is sampled."""
+        """Also how long the engine may take to answer. Without an interval in settings nothing is sampled."""
         self.latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
-        """The last sample. A frozen value: reading it from another thread needs no lock."""
+        """The last sample, a frozen value: other threads can read it without a lock."""
         self._task: asyncio.Task[None] | None = None
         self._reported: Snapshot | None = None
         self._load_report = b""
-        """The report of that snapshot: it is encoded once, whatever the number of calls."""
+        """The report of that snapshot, encoded once for all calls."""
         self._watchers: tuple[SlowRequests | CallMetrics, ...] = (self._slow, *telemetry.calls)
         self._access_log = AccessLog(clock) if telemetry.has_access_log else None
         self.interceptor = WireInterceptor(telemetry.wire, clock)
@@ -114,7 +114,7 @@ class Observation:
             await asyncio.sleep(self.interval_s)
 
     async def sample(self) -> None:
-        """Take one sample; if the engine does not answer in time, the last counters stay."""
+        """Take one sample; if the engine does not answer in time, keep the last counters."""
         answers: Mapping[str, Counters] = {}
         if self._seats.state is EngineState.READY:
             with contextlib.suppress(TimeoutError, IcehouseError):
@@ -141,10 +141,10 @@ class Observation:
         )
 
     async def answer(self, caller: Caller) -> Encoded:
-        """Return the counters encoded, one message for all who see the same; raises as `ask`.
+        """Return the encoded counters, one message for all callers who see the same; raises as `ask`.
 
-        Only operators see the whole server's: they would show one tenant what the others do. The bytes are a
-        GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
+        Only operators see those of the whole server: they would show one tenant what others do. The bytes are
+        a GetStatsResponse and a WatchStatsResponse alike: each has a single field, with the same number.
         """
         counters = await self.ask()
         if [*map(id, counters.values())] != [*map(id, self._counters.values())]:
@@ -187,8 +187,8 @@ class Observation:
     async def read_status(self, *, with_tokens: bool = False) -> ServerStatus:
         """Return the status for the status page, without blocks if the engine does not answer in time.
 
-        `with_tokens` adds the tokens of the blocks that the engine has at hand. Each read is a command to the
-        engine, so callers limit how often they read.
+        `with_tokens` adds the tokens of the blocks that the engine has in memory. Each read is a command to
+        the engine, so callers limit how often they read.
         """
         blocks: tuple[RecentBlock, ...] | None = None
         with contextlib.suppress(TimeoutError, IcehouseError):
@@ -204,7 +204,7 @@ class Observation:
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a status's tokens, "" if their model has gone. Any thread."""
+        """Return the text of a status's tokens; "" if their model is no longer loaded. Any thread."""
         seat = self._default_seat()
         model = None if seat is None else seat.router.model
         return "" if model is None else model.tokenizer.decode(token_ids)
@@ -214,7 +214,7 @@ class Observation:
 
 
 def _snapshot_of(seat: Seat, last: Snapshot | None, answer: Counters | None, now: float) -> Snapshot:
-    """Return a model's sample after its `last` one, whose counters stay where the engine did not answer."""
+    """Return a model's sample; counters stay those of its `last` one if the engine did not answer."""
     last = last or Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=now)
     engine, cache = answer or (last.engine, last.cache)
     return Snapshot(

@@ -1,4 +1,4 @@
-"""Prepared request: what the engine is asked, and its events as messages for the caller."""
+"""Prepared request: what is sent to the engine, and its events as messages for the caller."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class RenderedConversation:
     conversation: Conversation
     rendered: RenderedChat
     replies: KnownReplies | None = None
-    """Where its reply is remembered, if it is."""
+    """Where the reply is remembered, if it is."""
     place: ReplyPlace | None = None
-    """What the reply is remembered by."""
+    """The key under which the reply is remembered."""
 
     def new_note(self, info: ModelInfo, on_end: OnEnd | None) -> ReplyNote | None:
-        """Return what a reply is noted with, if anybody wants it. One that continues a turn is not noted."""
+        """Return the note that records a reply, or None if nobody wants it or it continues a turn."""
         wanted = [] if on_end is None else [on_end]
         if self.replies is not None and self.place is not None:
             wanted.append(
@@ -80,14 +80,14 @@ class Prepared:
     request: GenerationRequest
     chat: RenderedConversation | None
     receive_time: float
-    """`Clock.wall` when the request reached the edge."""
+    """`Clock.wall` when the server received the request."""
     completion_count: int = 1
     notes: ReportNotes = NO_NOTES
-    """What its cache reports say beside what the engine reports."""
+    """What its cache reports say in addition to the engine's."""
     on_end: OnEnd | None = None
-    """Hears of a reply that the model ended itself."""
+    """Called with the reply if the model ended it itself."""
     load_s: float = 0.0
-    """How long it waited for the model to be loaded."""
+    """How long the request waited for its model to load."""
 
     @property
     def completions(self) -> tuple[GenerationRequest, ...]:
@@ -95,11 +95,11 @@ class Prepared:
 
     @property
     def requests(self) -> tuple[GenerationRequest, ...]:
-        """What the engine is asked: one request for each completion, or a single one if all are alike."""
+        """The requests for the engine: one for each completion, or a single one if all are alike."""
         return self.completions[:1] if self._is_greedy else self.completions
 
     def completions_of(self, index: int) -> Sequence[int]:
-        """Return the completions that get the events of `requests[index]`."""
+        """Return the completions that receive the events of `requests[index]`."""
         return range(self.completion_count) if self._is_greedy else (index,)
 
     @property
@@ -123,7 +123,7 @@ class Prepared:
             seed=request.sampling.seed,
             receive_time=timestamp_proto(self.receive_time),
             system_fingerprint=info.system_fingerprint(request.adapter),
-            # The least of what was asked for, what the server allows and what the context leaves.
+            # The smallest of what was asked for, what the server allows and what the context leaves.
             max_output_tokens=min(
                 request.max_output_tokens, info.context_token_limit - len(request.prompt_token_ids)
             ),
@@ -140,7 +140,7 @@ class Prepared:
 
 
 _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
-"""Reasons why an output ended too early."""
+"""Reasons that mean an output was cut off."""
 
 
 class Replies:
@@ -151,12 +151,12 @@ class Replies:
         self._has_started = False
 
     def responses(self, index: int, event: Event) -> list[inference.StreamResponse]:
-        """Return what is sent for an event of completion `index`."""
+        """Return the messages to send for an event of completion `index`."""
         if isinstance(event, Started):
             is_first, self._has_started = not self._has_started, True
             return self._replies[0].responses(event) if is_first else []
         if isinstance(event, PrefillProgress) and index > 0:
-            # The prefill of the first one is also that of the others, or nearly.
+            # All completions share the prefill of the first one, or nearly.
             return []
         responses = self._replies[index].responses(event)
         for response in responses:
@@ -168,7 +168,7 @@ class Replies:
 
 
 class ReplyMessages:
-    """Turns the events of one completion into messages. Without a splitter everything is text."""
+    """Turns the events of one completion into messages. Without a splitter all output is text."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class ReplyMessages:
         self._note = note
         self._piece = piece
         self._started = started
-        """What is known of the reply before it begins."""
+        """What is known before the reply begins."""
         self._splitter = splitter
 
     def responses(self, event: Event) -> list[inference.StreamResponse]:
@@ -206,7 +206,7 @@ class ReplyMessages:
                 raise AssertionError("a failure is raised, not handed out")
 
     def _deltas(self, event: Delta) -> list[inference.Delta]:
-        """Return at least one message: tokens are sent even if their text has to wait."""
+        """Return at least one message: tokens are sent even while their text is held back."""
         whole = delta_proto(event, piece=self._piece)
         if self._note is not None:
             self._note.add_tokens(event.token_ids)
@@ -262,13 +262,13 @@ def _piece_proto(piece: Piece) -> inference.Delta:
 
 
 CALL_ID_LENGTH = 9
-"""Mistral's templates take only ids of nine letters and digits."""
+"""Mistral's templates accept only ids of nine letters and digits."""
 
 
 def call_id_maker(request_id: str, token_ids: Sequence[int]) -> Callable[[int], str]:
     """Return a function from a call's index to its id.
 
-    The same request gives the same ids, by Generate and by Stream. A later turn of the conversation has a
+    The same request gives the same ids, from Generate and from Stream. A later turn of the conversation has a
     longer prompt, so its ids differ even under the same request id.
     """
     digest = hashlib.sha256(
@@ -290,12 +290,12 @@ class KnownReplies:
 
 
 OnEnd = Callable[[ChatMessage, int | None], None]
-"""Takes a reply that the model ended itself, as its caller read it, and the token that ended it. Its
-`token_ids` are those that were drawn, without that one."""
+"""Takes a reply that the model ended itself, as its caller read it, and the token that ended it. `token_ids`
+of the reply are the drawn tokens without that one."""
 
 
 class ReplyNote:
-    """What a reply says, in the words of its caller. Those who want it hear of it if the model ended it."""
+    """Collects a reply as its caller reads it, and passes it to `on_end` if the model ended it."""
 
     def __init__(self, on_end: Sequence[OnEnd], *, end_token_ids: frozenset[int]) -> None:
         self._on_end = on_end
@@ -306,11 +306,11 @@ class ReplyNote:
         self._calls: dict[int, tuple[CallPiece, list[str]]] = {}
 
     def add_tokens(self, token_ids: tuple[int, ...]) -> None:
-        """Take new tokens."""
+        """Add new tokens."""
         self._token_ids += token_ids
 
     def add(self, piece: Piece) -> None:
-        """Take a part of what the caller is sent."""
+        """Add a part of what is sent to the caller."""
         match piece:
             case TextPiece() | MalformedPiece():
                 self._texts.append(piece.text)
@@ -322,7 +322,7 @@ class ReplyNote:
                 self._calls.setdefault(piece.index, (piece, []))[1].append(piece.arguments_json)
 
     def end(self, event: Finished) -> None:
-        """Tell of the reply, unless a limit, a stop string or a token of the caller's ended it."""
+        """Pass the reply on, unless a limit, a stop string or the caller's stop token ended it."""
         end_token_id = event.stop_token_id
         if event.reason is not FinishReason.STOP_TOKEN:
             return

@@ -39,20 +39,20 @@ from icehouse_server.text.prompt_normalizer import normalized
 from icehouse_server.text.reply_memory import ReplyMemory
 
 if TYPE_CHECKING:
-    # Needs an optional extra.
+    # This needs an optional extra.
     from icehouse_server.vision.image_reader import PromptImages
 
 Result = TypeVar("Result")
 
 _SHORT_BYTES, _LONG_BYTES = 16 << 10, 256 << 10
-"""A shorter message is checked on the event loop. A longer one than the second waits for long work's turn."""
+"""Up to the first size a message is checked on the event loop. Above the second it takes a long-work turn."""
 _TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN = 1 << 20, 8
-"""Text up to this size is tokenized whatever the model; Tokenize takes so many bytes for each token of the
+"""Text up to this size is tokenized for any model; Tokenize accepts this many bytes per token of the
 context."""
 
 _CROWDED, _ROOMY = 7 / 8, 3 / 4
-"""Parts of the context. Old reasoning fills it: a stable prompt that takes more than the first gives way to
-the template's, which drops it, if that takes less than the second. Later prompts begin as that one."""
+"""Shares of the context. Old reasoning fills it: a stable prompt that takes more than the first share is
+replaced by the template's, which drops it, if that takes less than the second. Later prompts extend that."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class Chat:
     conversation: Conversation
     field: str = "prompt.chat"
     changes: tuple[PromptChange, ...] = ()
-    """What the normaliser changed of it."""
+    """What the normaliser changed in it."""
     replies: KnownReplies | None = None
-    """Earlier replies, where they stay in the prompt as they were generated."""
+    """Earlier replies, if they stay in the prompt as they were generated."""
 
     @property
     def size_bytes(self) -> int:
@@ -120,15 +120,15 @@ class Pair:
 
 
 TextPrompt = Text | Chat | InfillText | Pair
-"""What is tokenized here. `size_bytes` is at least the number of bytes: one for each character."""
+"""What is tokenized here. `size_bytes` is at least one byte for each character."""
 Prompt = TextPrompt | Tokens
 ImageWork = Callable[[TextPrompt, "PromptImages | None"], Result]
-"""Work on a prompt and its images, in any thread; None if it has none."""
+"""Work on a prompt and its images (None if it has none), in any thread."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UncheckedPrompt:
-    """A prompt as it came. Checking takes time in proportion to its size, so a long one is checked in a
+    """An unchecked prompt. Checking takes time in proportion to its size, so a long one is checked in a
     thread."""
 
     check: Callable[[], Prompt]
@@ -138,15 +138,15 @@ class UncheckedPrompt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt's tokens; `chat` where it was a conversation."""
+    """A prompt's tokens; `chat` is set if it was a conversation."""
 
     token_ids: tuple[int, ...]
     chat: RenderedConversation | None = None
     images: tuple[ImageSpan, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """What ends the output of such a prompt, beside the model's end tokens."""
+    """Tokens that end the output of such a prompt, besides the model's end tokens."""
     changes: tuple[PromptChange, ...] = ()
-    """What was changed of it."""
+    """What was changed in it."""
 
     @property
     def keys(self) -> TokenKeys:
@@ -155,11 +155,11 @@ class ReadPrompt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptRules:
-    """How prompts of one caller become stable."""
+    """How a caller's prompts are made stable."""
 
     replies: KnownReplies
     is_stable: bool = False
-    """Whether they do where a prompt does not say."""
+    """Whether they are by default, if a prompt does not say."""
 
 
 def prompt_of(
@@ -190,7 +190,7 @@ def text_prompt_of(
     rules: PromptRules,
     answers_in_json: bool = False,
 ) -> TextPrompt:
-    """Return a prompt that a tokenizer reads; raises InvalidRequest for tokens, and for an empty infill."""
+    """Return a prompt that needs a tokenizer; raises InvalidRequest for tokens and for an empty infill."""
     form = prompt.WhichOneof("form")
     if form == "chat":
         conversation = conversation_of(
@@ -214,9 +214,9 @@ def text_prompt_of(
 
 
 def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) -> UncheckedPrompt:
-    """Return a prompt of tokens with the images that `read` returns, in any thread, or raises InvalidRequest.
+    """Return a prompt of tokens with the images that `read` returns. Any thread; may raise InvalidRequest.
 
-    It counts as long work, however few its tokens are.
+    It counts as long work, however few tokens it has.
     """
 
     def check() -> Prompt:
@@ -228,7 +228,7 @@ def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) ->
 
 
 def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo, before: str) -> Text | Tokens:
-    """Return the input, not empty, `before` in front of its text; raises InvalidRequest."""
+    """Return the input, with `before` in front of its text; raises InvalidRequest, also if it is empty."""
     kind = message.WhichOneof("input")
     if kind is None:
         raise _missing("`text` or `tokens`")
@@ -240,9 +240,10 @@ def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo, before:
 
 
 class PromptReader:
-    """Runs a tokenizer in a few threads, callers in turn. Owned by the event loop; `close` ends it.
+    """Runs a tokenizer in a few threads, with fair turns for callers. Owned by the event loop; `close` ends
+    it.
 
-    Long work leaves one thread to short work, if there are two.
+    Long work leaves one thread free for short work, if there are two.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -250,8 +251,8 @@ class PromptReader:
         thread_count = config.tokenizer_thread_count
         self._images = ImageFetcher(config)
         self.image_memory = FairShare(limit=config.image_memory_bytes, factor=1.0, what="bytes of images")
-        """For pixels while they are decoded, and then for prepared images until their call ends. One caller
-        gets at most half."""
+        """For pixels while they are decoded, then for prepared images until their call ends. One caller gets
+        at most half."""
         self._executor = concurrent.futures.ThreadPoolExecutor(
             max_workers=thread_count, thread_name_prefix="tokenizer"
         )
@@ -262,7 +263,7 @@ class PromptReader:
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
         size_bytes = prompt.size_bytes
         if size_bytes > _SHORT_BYTES:
-            # A prompt with images is only checked here: they take turns of their own.
+            # A prompt with images is only checked here: each image takes its own turn.
             found = await self.run(
                 lambda: checked if _has_images(checked := prompt.check()) else _read(checked, model),
                 size_bytes=size_bytes,
@@ -290,7 +291,7 @@ class PromptReader:
         known: Sequence[int],
         token_limit: int,
     ) -> tuple[int, ...]:
-        """Return what `new_beginning` does of the prompt after a reply; raises what refuses that prompt."""
+        """Return `new_beginning` of the prompt after a reply; raises what refuses that prompt."""
         prompt = Chat(with_next_turn(chat.conversation, reply), replies=chat.replies)
 
         def work() -> tuple[int, ...]:
@@ -302,8 +303,8 @@ class PromptReader:
     async def run_with_images(
         self, prompt: TextPrompt, model: ServedModel, work: ImageWork[Result], *, size_bytes: int
     ) -> Result:
-        """Return what `work` makes of a prompt and its images; raises what refuses an image, and Overloaded
-        if there is no memory for it."""
+        """Return the result of `work` on a prompt and its images; raises what refuses an image, and
+        Overloaded if there is no memory for it."""
         if not isinstance(prompt, Chat):
             return await self.run(lambda: work(prompt, None), size_bytes=size_bytes)
         async with self._images.fetched(prompt.conversation) as conversation:
@@ -315,7 +316,7 @@ class PromptReader:
                     images = model.images
                     assert images is not None, "a model that reads text alone refuses images before"
                     opened = await self.run(lambda: images.open(sources), size_bytes=size_bytes)
-                    # Each image takes a turn of its own, so that others get theirs in between.
+                    # Each image takes its own turn, so that others get theirs in between.
                     for pixel_bytes in opened.pixel_bytes:
                         read = self.run(opened.read_next, size_bytes=size_bytes, pixel_bytes=pixel_bytes)
                         held.enter_context(self.image_memory.hold(callers.origin.get(), await read))
@@ -324,7 +325,7 @@ class PromptReader:
     async def run(self, work: Callable[[], Result], *, size_bytes: int = 0, pixel_bytes: int = 0) -> Result:
         """Return what `work` returns, run in a tokenizer thread.
 
-        Decoding takes `pixel_bytes` meanwhile; raises Overloaded if the caller may have no more.
+        Decoding holds `pixel_bytes` meanwhile; raises Overloaded if the caller may have no more.
         """
         origin = callers.origin.get()
         with contextlib.ExitStack() as held:
@@ -338,12 +339,12 @@ class PromptReader:
         return await ended(task, release)
 
     def close(self) -> None:
-        """Take no more work; what runs goes on to its end."""
+        """Accept no more work; running work finishes."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def pieces(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) -> list[tuple[int, str]]:
-    """Return each token's id and spelling, also for more tokens than the context holds. Any thread."""
+    """Return each token's id and spelling, even for more tokens than the context holds. Any thread."""
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
     return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, model, images).token_ids]
@@ -354,7 +355,7 @@ def _has_images(prompt: Prompt) -> bool:
 
 
 def text_of(token_ids: Sequence[int], model: ServedModel) -> str:
-    """Return the text of tokens, as many as `pieces` may give; raises InvalidRequest. Any thread."""
+    """Return the text of tokens, as many as `pieces` may return; raises InvalidRequest. Any thread."""
     limit = _tokenized_limit(model.info)
     if len(token_ids) > limit:
         raise InvalidRequest(
@@ -394,7 +395,7 @@ def _read(prompt: Prompt, model: ServedModel, images: PromptImages | None = None
 
 
 def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) -> None:
-    """Refuse a token that the tokenizer has and the model has not: it would read outside its table."""
+    """Refuse a token that the tokenizer has but the model lacks: its embedding would be out of range."""
     largest, size = max(token_ids), model.info.vocabulary_size
     if largest < size:
         return
@@ -446,7 +447,7 @@ def _rendered(
     except InvalidRequest:
         if not rendered.kept_token_count:
             raise
-    # The reply has a token that stands for an image, as text.
+    # The reply has text that is tokenized as an image's placeholder.
     return _rendered(conversation, model, images, None)
 
 
@@ -467,7 +468,7 @@ def _tokens_of(
 ) -> Tokens:
     if not tokens.ids:
         raise _empty(field)
-    # Before the ids are checked one by one, so that the longest message costs the loop little.
+    # Before the ids are checked one by one, so that even the longest message costs the loop little.
     check_length(len(tokens.ids), info, field=field)
     check_token_ids(tokens.ids, info, field=f"{field}.ids")
     return Tokens(tuple(tokens.ids), normalizes=normalizes)

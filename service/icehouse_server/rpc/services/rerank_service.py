@@ -1,4 +1,4 @@
-"""RerankService: a query and each document become a prompt, and the first token is the score."""
+"""RerankService: a query and each document become a prompt, and the first output token gives the score."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
                 whole = dataclasses.replace(
                     whole,
                     max_output_tokens=1,
-                    # An end token is not shown; here it means that neither answer was the most likely token.
+                    # End tokens are hidden; here one only means that neither answer was the likeliest token.
                     sampling=SamplingParams(ignores_end_tokens=True),
                     logprobs=LogprobsWanted(token_ids=await self._answers(request, model)),
                 )
@@ -84,7 +84,7 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
         return pair_form_of(request) if is_scored else form_of(request, model.info)
 
     async def _answers(self, request: messages.RerankRequest, model: ServedModel) -> tuple[int, int]:
-        """Return the answers' tokens; raises InvalidRequest unless each is one token."""
+        """Return the tokens of the two answers; raises InvalidRequest unless each is one token."""
         texts = (request.positive_answer or DEFAULT_ANSWERS[0], request.negative_answer or DEFAULT_ANSWERS[1])
         positive, negative = await self._prompts.run(lambda: [model.tokenizer.spell(text) for text in texts])
         size = model.info.vocabulary_size
@@ -100,13 +100,13 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
     async def _read(
         self, request: messages.RerankRequest, form: RerankForm | PairForm, model: ServedModel, call: RpcCall
     ) -> list[tuple[int, ...]]:
-        """Return the tokens of every prompt; raises InvalidRequest that names the document at fault."""
+        """Return the tokens of every prompt; raises InvalidRequest that names the faulty document."""
         prompts: list[tuple[int, ...]] = []
         for index, document in enumerate(request.documents):
             with names_item(f"documents[{index}]", names_field=False):
                 prompt = await self._prompts.read(form.unchecked(document), model)
             if prompt.chat is not None and prompt.chat.rendered.is_reasoning:
-                # A fault of the form, not of the document.
+                # The form is at fault, not the document.
                 raise InvalidRequest(
                     Reason.CHAT_INVALID,
                     "the model's chat template lets every reply begin with reasoning, so its first token is "
@@ -119,7 +119,7 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
 
 
 def _logistic(log_odds: float) -> float:
-    # One case for each sign, so that no power overflows.
+    # One case per sign, so that no power overflows.
     if log_odds >= 0:
         return 1.0 / (1.0 + math.exp(-log_odds))
     power = math.exp(log_odds)
@@ -136,11 +136,11 @@ _DEFAULT_TURNS = messages.RerankTurns(
     ),
     user="<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
 )
-"""The prompt that Qwen3-Reranker was trained with, by its model card; its template adds the rest."""
+"""The prompt that Qwen3-Reranker was trained with, from its model card; its template adds the rest."""
 
 _FORM_LENGTH_LIMIT = 256 << 10
 _LENGTH_LIMIT = 4 << 20
-"""Characters of one document's prompt; more would not fit into a context of a million tokens."""
+"""Characters in one document's prompt; more would not fit into a context of a million tokens."""
 
 _NO_THINKING: Mapping[str, bool] = {"enable_thinking": False}
 _PLACEHOLDERS = re.compile(r"\{(instruction|query|document)\}")
@@ -148,7 +148,7 @@ _PLACEHOLDERS = re.compile(r"\{(instruction|query|document)\}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RerankForm:
-    """The request's form with all values but the document. `turns` is None for plain text."""
+    """The request's form with all values except the document. `turns` is None for plain text."""
 
     turns: messages.RerankTurns | None
     text: str
@@ -157,7 +157,7 @@ class RerankForm:
     def unchecked(self, document: str) -> UncheckedPrompt:
         """Return the prompt that asks about one document; raises InvalidRequest if it is too long.
 
-        A form may repeat a placeholder many times, so the length is computed before it is filled.
+        A form may repeat a placeholder many times, so the length is computed before the form is filled.
         """
         size = sum(_filled_length(text, self._values(document)) for text in self._texts)
         if size > _LENGTH_LIMIT:
@@ -194,7 +194,7 @@ class PairForm:
     query: str
 
     def unchecked(self, document: str) -> UncheckedPrompt:
-        """Return the pair with one document; its check raises InvalidRequest for an empty one."""
+        """Return the pair with one document; its check raises InvalidRequest for an empty document."""
 
         def check() -> Pair:
             _check_document(document)
@@ -209,7 +209,7 @@ def _check_document(document: str) -> None:
 
 
 def pair_form_of(request: messages.RerankRequest) -> PairForm:
-    """Return how documents are scored; raises InvalidRequest for what only models that answer read."""
+    """Return how documents are scored; raises InvalidRequest for fields that only generating models use."""
     given = {field.name: value for field, value in request.ListFields()}
     for name in ("instruction", "turns", "text", "positive_answer", "negative_answer"):
         if name in given:
@@ -219,7 +219,7 @@ def pair_form_of(request: messages.RerankRequest) -> PairForm:
 
 
 def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
-    """Return how documents are asked about; raises InvalidRequest."""
+    """Return the form of the prompts about documents; raises InvalidRequest."""
     kind = request.WhichOneof("form")
     known = {"instruction": request.instruction or DEFAULT_INSTRUCTION, "query": request.query}
     if kind == "text":
@@ -262,5 +262,5 @@ def _filled_length(template: str, values: Mapping[str, str]) -> int:
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    """Fill the placeholders, all at once, so that no value is taken for one."""
+    """Fill all placeholders at once, so that no value is taken for a placeholder."""
     return _PLACEHOLDERS.sub(lambda found: values[found[1]], template)

@@ -62,7 +62,7 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
     async def WatchStats(  # type: ignore[override]
         self, request: messages.WatchStatsRequest, context: Context
     ) -> None:
-        """Send counters until the caller ends it or the engine stops."""
+        """Send counters until the caller ends the stream or the engine stops."""
         timer = self._stall_timer()
         async with self._calls.call(context) as call, timer.guard():
             interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
@@ -116,7 +116,7 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
 
 
 def server_proto(config: Config) -> messages.Server:
-    """Return what the configuration says of a server; it does not change while the server runs."""
+    """Return what the configuration says about a server; it does not change while the server runs."""
     server = config.server
     return messages.Server(
         version=server_version(),
@@ -160,7 +160,7 @@ def server_version() -> str:
 
 
 def number_of(page_token: str) -> int:
-    """Return the number at which the page before ended; 0 for the first page."""
+    """Return the number at which the previous page ended; 0 for the first page."""
     if not page_token:
         return 0
     if not (page_token.isascii() and page_token.isdecimal() and len(page_token) < 20):
