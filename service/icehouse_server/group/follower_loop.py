@@ -37,7 +37,8 @@ class FollowerLoop:
         self._orders: queue.SimpleQueue[group.Order | IcehouseError] = queue.SimpleQueue()
         self._silence: Silence[int] = Silence()
         self._at_hand: Silence[str] = Silence(ORDER_S)
-        """The order being carried out, by its kind. Loading may take any time, and the end has its own limits."""
+        """The order being carried out, by its kind. Loading may take any time, and the end has its own
+        limits."""
         self._is_over = threading.Event()
         self._has_heard_all = threading.Event()
         """Nothing more comes from rank 0."""

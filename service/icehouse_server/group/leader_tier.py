@@ -180,7 +180,8 @@ class LeaderTier:
         return []
 
     def _note_health(self, rank: int, health: _Health) -> None:
-        """Note the state of a follower's tier. The cache's report of a hanging disk names no rank, the log does."""
+        """Note the state of a follower's tier. The cache's report of a hanging disk names no rank, the log
+        does."""
         had_trouble, self._health[rank] = bool(self._health[rank].detail), health
         if health.detail and not had_trouble:
             _log.error("rank_ssd_hangs", extra={"rank": rank, "detail": health.detail})
