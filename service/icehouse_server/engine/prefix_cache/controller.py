@@ -195,7 +195,9 @@ class CacheController:
         if self.cache.is_inventory_due and self._waits_for_inventory:
             # The model was loaded before the directory was read: a moment now can save a whole prefill.
             outcome = yield Awaited(self._waits.inventory, token_count)
-            self._waits_for_inventory &= outcome is None or outcome.cause is not Trouble.TIMED_OUT
+            if outcome is not None and outcome.cause is Trouble.LOST:
+                return  # the engine ends
+            self._waits_for_inventory &= outcome is None
         yield from self._shared.bring(sequence)
         yield from self.cache.read_headers(self.cache.prompt_of(sequence), token_count=token_count)
         if sequence.phase is Phase.LOADING:  # else it has ended, or had nothing to wait for

@@ -85,11 +85,9 @@ class CacheCommands:
         self._waits.follow(self._carried_out(message.command), message.reply)
 
     def fail_early(self, error: IcehouseError) -> None:
-        """The engine ends before the inventory came: answer the commands that wait for it. From now on
-        nothing is asked of the SSD tier."""
+        """The engine ends before the inventory came: answer the commands that wait for it."""
         self._end = error
-        self._waits.storage = None
-        self._waits.complete_inventory()
+        self._waits.give_up_inventory()
 
     def query(self, reply: Callable[[CacheStats], None]) -> None:
         """Call `reply` with all counters, the storage thread's last ones where it does not answer."""

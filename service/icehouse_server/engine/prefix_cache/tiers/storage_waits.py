@@ -226,6 +226,10 @@ class StorageWaits:
         """Note that the content of the tier is known."""
         self._end(self.inventory, None)
 
+    def give_up_inventory(self) -> None:
+        """Note that the content of the tier will not be known: the engine ends."""
+        self._end(self.inventory, Failure(Trouble.LOST))
+
     def lose_storage(self) -> None:
         """The tier is gone for good: it contains nothing, and no ticket will be answered."""
         self.storage = None
