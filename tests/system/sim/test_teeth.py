@@ -519,7 +519,7 @@ def wait_for_a_store_that_does_not_answer(patch: pytest.MonkeyPatch) -> None:
     async def wait(tasks, **how):
         return await asyncio.wait(tasks)
 
-    untouched = ("create_task", "gather", "shield", "Semaphore", "Task")
+    untouched = ("create_task", "ensure_future", "gather", "shield", "Semaphore", "Task")
     blind = {name: getattr(asyncio, name) for name in untouched}
     blind |= {"wait_for": wait_for, "wait": wait, "timeout": lambda s: contextlib.AsyncExitStack()}
     patch.setattr(fetcher, "asyncio", types.SimpleNamespace(**blind))
