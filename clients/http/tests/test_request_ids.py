@@ -13,6 +13,7 @@ import pytest
 from clients.http.tests.fronts import HttpFront, front_of
 from clients.http.tests.test_serving import ended
 from clients.http.tests.test_streams import ASKED, each_protocol
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import counting, hanging
 from tests.unit.rpc.conftest import RunningServer
 
@@ -38,6 +39,9 @@ async def test_an_answer_has_its_requests_name_and_a_caller_may_choose_it(
         body = ASKED[path] | {"stream": stream}
         first = await front.http.post(path, json=body)
         second = await front.http.post(path, json=body, headers={"x-request-id": OWN})
+        async with asyncio.timeout(BOUND_S):  # a line comes when the answer's last byte has gone
+            while len(ended(caplog)) < 2:
+                await asyncio.sleep(0)
     told = [answer.headers["x-request-id"] for answer in (first, second)]
     assert told == names_of(served) == [line["request_id"] for line in ended(caplog)]
     assert told[0] in first.text and told[1] == OWN and OWN not in second.text
