@@ -77,17 +77,14 @@ def test_on_loopback_it_needs_no_tls_whatever_the_server_has(model: Path, tmp_pa
         assert httpx2.post(f"{front.url}{CHAT}", json=body(), timeout=BOUND_S).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (("--http-host", "0.0.0.0"), "lacks TLS"),
-        (("--tls-client-ca", "ca.pem", "--tls-certificate", "c.pem", "--tls-key", "k.pem"), "--token-file"),
-    ],
-    ids=["an open address", "callers known by certificate alone"],
-)
+@pytest.mark.parametrize("is_open", [True, False], ids=["an open address", "known by certificate alone"])
 def test_a_front_that_nobody_guards_or_may_pass_is_refused_before_any_model_is_looked_for(
-    model: Path, tmp_path: Path, options: tuple[str, ...], reason: str
+    model: Path, tmp_path: Path, is_open: bool
 ) -> None:
+    options, reason = ("--http-host", "0.0.0.0"), "lacks TLS"
+    if not is_open:
+        (tmp_path / "ca.pem").write_bytes(Authority().pem)
+        options, reason = (*tls(tmp_path)[0], "--tls-client-ca", str(tmp_path / "ca.pem")), "--token-file"
     front = ServedFront(model, tmp_path, *options)
     with front.server as server:
         assert server.wait() == 1

@@ -148,11 +148,11 @@ class _Held(NamedTuple):
 
 
 async def _check_nothing_left(served: PoolServer, before: _Held, folder: Path) -> None:
-    # Threads that were told to end take a moment. Of those before the loads one may have been about to.
+    # What was told to end takes a moment. Of the threads before the loads one may have been about to.
     async with asyncio.timeout(BOUND_S):
-        while (now := _held(served)).threads - before.threads:
+        while (now := _held(served)).threads - before.threads or now.models != before.models:
             await asyncio.sleep(0)
-    assert (now.models, now.share_count) == (before.models, before.share_count)
+    assert now.share_count == before.share_count
     # What the other model keeps of its answers is less than a model.
     assert now.memory_bytes < before.memory_bytes + size_of(folder) // 2
 

@@ -28,17 +28,20 @@ def config(**settings: object) -> Config:
 
 def told(config: Config) -> tuple[Settings, Listening]:
     """Return what the child makes of its command line: its settings, and where it listens."""
-    _, *words = http_child._command(config, descriptor=7, private_socket=Path("/d/rpc"))
-    assert words[:3] == ["-P", "-m", "icehouse_http.command"]
-    given = front._parser().parse_args(words[3:])
-    assert given.ends_with_stdin
-    return front.settings_from(given), front.listening_from(given)
+    with socket.socket() as passed_on:
+        descriptor = passed_on.fileno()
+        _, *words = http_child._command(config, descriptor=descriptor, private_socket=Path("/d/rpc"))
+        assert words[:3] == ["-P", "-m", "icehouse_http.command"]
+        given = front._parser().parse_args(words[3:])
+    listening = front.listening_from(given)
+    assert given.ends_with_stdin and listening.descriptor == descriptor
+    return front.settings_from(given), listening
 
 
 def test_settings_that_nobody_gave_are_the_fronts_own() -> None:
     settings, listening = told(config())
     assert settings == Settings(address="unix:/d/rpc", names=("127.0.0.1",))
-    assert (listening.descriptor, listening.tls) == (7, None)
+    assert listening.tls is None
     assert listening.grace_s == config().server.drain_grace_s + LAST_WORDS_S
 
 
@@ -72,11 +75,14 @@ def test_every_setting_reaches_the_child() -> None:
     )
 
 
-def test_only_callers_of_other_machines_speak_tls() -> None:
-    files = {"security__tls_certificate": "/c.pem", "security__tls_key": "/k.pem"}
+def test_only_callers_of_other_machines_speak_tls(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    for file in (certificate, key):
+        file.touch()
+    files = {"security__tls_certificate": str(certificate), "security__tls_key": str(key)}
     assert told(config(**files))[1].tls is None
     _, listening = told(config(**files, http__host="0.0.0.0"))
-    assert listening.tls == TlsFiles(Path("/c.pem"), Path("/k.pem"))
+    assert listening.tls == TlsFiles(certificate, key)
     assert told(config(http__host="0.0.0.0"))[1].tls is None
 
 
