@@ -50,8 +50,7 @@ class Uploader:
         self._has_work = asyncio.Event()
         self._is_working = False
         self._is_upload_next = False
-        """A deletion failed: a block is stored before the next one, because some stores never allow
-        deletions."""
+        """A deletion failed: a block is stored before the next one, as some stores let nobody delete."""
         self.pause_s: Callable[[float], float] = lambda worked_s: 0.0
         """How long to leave the cores to others after this much work."""
 
@@ -161,7 +160,7 @@ class Uploader:
         is_stored = size_bytes is None or replaces
         if is_stored:
             is_stored = await self._store.put(target, data, replaces=replaces)
-        if name not in self._to_delete:  # whose deletion was ordered meanwhile, and comes next
+        if name not in self._to_delete:  # otherwise its deletion was ordered meanwhile, and is next
             self._fetcher.note_stored(name)
         if not is_stored:
             self._stats.known_block_total += 1
