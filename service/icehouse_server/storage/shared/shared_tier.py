@@ -190,7 +190,7 @@ class SharedTier(LocalTier):
         self._forward(outcome)
 
     def _run_traffic(self) -> None:
-        """Run as the top of the thread."""
+        """Top of the thread."""
         try:
             self._traffic.run()
         except Exception as error:
