@@ -279,7 +279,7 @@ class StorageClosed:
 
 AnyTicket = Ticket[Any]
 Outcome = AnyTicket | Inventory | Evicted | StorageFailed | StorageClosed
-"""What comes through the mailbox."""
+"""What a tier posts to the mailbox."""
 
 
 class ColdTier(Protocol):

@@ -33,7 +33,7 @@ _TRIALS = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadRates:
-    """What one read showed, in bytes per second; 0 where it showed nothing."""
+    """What one read showed, in bytes per second; 0 if it showed nothing."""
 
     disk_bytes_per_s: float = 0.0
     """File bytes, by all readers together."""

@@ -149,8 +149,8 @@ class StorageLoop:
             self._turns.extend(turns)
 
     def _admit_all(self) -> None:
-        """Make a place for the blocks of each model that has none. If there is no space for it, nobody writes
-        until there is; raises `OSError` or `sqlite3.Error` for other errors."""
+        """Make a place for the blocks of each model that has none. If there is no space for it, nothing is
+        written until there is; raises `OSError` or `sqlite3.Error` for other errors."""
         for model in self._model_turns:
             if model.is_admitted:
                 continue

@@ -235,7 +235,7 @@ class ImportTarget:
         known, cipher = self._store.manifest.fingerprints(), self._store.cipher
         key_id = header.details.get(KEY_DETAIL, "")
         # A new directory takes any unencrypted model; it could not open blocks encrypted under another key.
-        # And nobody wants unencrypted blocks in a directory with a key.
+        # A directory with a key takes no unencrypted blocks.
         is_foreign = header.fingerprint not in known and (known or key_id)
         if is_foreign or (cipher is not None and not key_id):
             directory, own = self._store.paths.root, ", ".join(each.hex() for each in known) or "none yet"

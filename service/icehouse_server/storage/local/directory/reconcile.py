@@ -184,7 +184,7 @@ class Scan:
             else:
                 item = self._examine(path, info, row)
                 if row is None and item.hash in self._edited:
-                    # A row may be damaged or lie: the file proves itself, whatever the row says.
+                    # A row may be damaged or wrong: the file proves itself, whatever the row says.
                     self._edited.remove(item.hash)
                     item = dataclasses.replace(item, finding=_OF_EDITED_ROW.get(item.finding, item.finding))
                 yield item

@@ -61,7 +61,7 @@ def check_schema(database: Database, *, is_complete: bool) -> None:
     `is_complete`, not all of them.
 
     Raises `LaterManifest` if a later version made it so. Reads only its list of contents and, if nothing
-    can be computed there, its list of migrations, and so runs nothing of it.
+    can be computed there, its list of migrations, so nothing in it runs.
     """
     missing = dict(_own_definitions())
     unknown, tells_migrations = "", False
