@@ -1,2 +1,2 @@
-"""The cold tier: its port and ticket, and what is shared by those who touch the cache directory. Nothing here
-sees an mx.array or a request."""
+"""The cold tier: its port and tickets, and what all users of the cache directory share. Nothing here sees an
+mx.array or a request."""

@@ -1,11 +1,10 @@
 """Cold tier: the port of whatever stores blocks below RAM, and the tickets of its calls.
 
-Another implementation is a class with the methods of `ColdTier`, made with the clock and with a function that
-posts an `Outcome`. It is one model's. The composition starts and closes it; in between the engine's thread
-calls it. None of the calls blocks, and none raises for an error of the medium: each returns a ticket, or None
-where too much is queued already. The ticket comes back through the engine's mailbox, done or failed. The tier
-also posts what nobody asked for: the inventory first, blocks that left, the end last. It may post on any
-thread.
+Another implementation is a class with the methods of `ColdTier`, made with a clock and a function that posts
+an `Outcome`. It belongs to one model. The composition starts and closes it; in between the engine's thread
+calls it. No call blocks, and none raises for an error of the medium: each returns a ticket, or None if too
+much is queued already. The ticket comes back through the engine's mailbox, done or failed. The tier also
+posts unasked: first the inventory, then blocks that left, and last its end. It may post on any thread.
 
 The engine decides what is stored, for whom, and what is removed for it. The tier stores what it was given,
 completely or not at all, within its own limits. Only frozen data crosses, never an mx.array. Sizes are bytes,
@@ -27,19 +26,19 @@ from icehouse_server.pins import NOT_PINNED
 Result = TypeVar("Result")
 
 _LEAST_RATE, _MOST_RATE = 1e-3, 1e12
-"""Bytes or tokens a second that anybody can have measured."""
+"""Bytes or tokens a second that any machine can have measured."""
 _UNTRIED_LIMIT = 1000
-"""Prompts; reading is tried again long before."""
+"""Prompts; reading is tried again long before that many."""
 
 STALL_LIMIT_S = 5.0
 """A tier that takes longer for one piece of work counts as hung."""
 
 OVERHEAD_BYTES = 64 * 1024
-"""The most that a block takes of a tier's space and of its queue beside its tensors' bytes."""
+"""The most that a block takes of a tier's space and queue beyond its tensors' bytes."""
 
 
 class Trouble(enum.StrEnum):
-    """Why a call failed, where no block is the cause."""
+    """Why a call failed, if no block is the cause."""
 
     UNUSABLE = "unusable"
     """The medium refuses now; the tier retries later."""
@@ -57,14 +56,14 @@ class Failure:
     detail: str = ""
     hash: BlockHash | None = None
     header_checksum: int | None = None
-    """Of the file that was read, if known: another file may have its name by now."""
+    """Of the file that was read, if known: by now another file may have its name."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Ticket(Generic[Result]):
     """A call of a cold tier: pending, then done with a result or failed with a reason, once.
 
-    The tier writes the outcome before it posts the ticket; the caller reads it when the ticket has come.
+    The tier writes the outcome before it posts the ticket; the caller reads it once the ticket has arrived.
     """
 
     outcome: Result | Failure | None = None
@@ -76,7 +75,7 @@ class Ticket(Generic[Result]):
 
 
 class StoredBlock(Protocol):
-    """What the engine learns of a block in the tier."""
+    """What the engine learns about a block in the tier."""
 
     @property
     def hash(self) -> BlockHash: ...
@@ -113,21 +112,21 @@ class TensorShape:
 
 
 class LayoutMismatch(Exception):
-    """A block's tensors are not those that a `KvTarget` is for."""
+    """A block's tensors do not fit the `KvTarget`."""
 
 
 class KvTarget(Protocol):
-    """The caller's memory for the kv of the blocks of one load. Any thread; the tier releases it before
-    the ticket comes, or, after `abandon`, when the system returns from the read.
+    """The caller's memory for the KV of the blocks of one load. Any thread; the tier releases it before
+    the ticket arrives, or, after `abandon`, when the system returns from the read.
 
-    Its content counts only for blocks that the result names: others may be half read, or wrong.
+    Its content is valid only for blocks that the result names: others may be half read, or wrong.
     """
 
     def segments(
         self, tensors: Sequence[TensorShape], *, start_token_index: int, token_count: int
     ) -> list[memoryview]:
         """Return writable memory for all bytes of a block's kv region, in the order of its tensors, each a
-        C-contiguous array. Raises `LayoutMismatch` where it is not for these tensors."""
+        C-contiguous array. Raises `LayoutMismatch` if the memory does not fit these tensors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,13 +134,13 @@ class PlannedBlock:
     """One block to read, and the wanted regions."""
 
     header: BlockHeader
-    """The stored one must equal it, token ids included."""
+    """The stored header must equal it, token ids included."""
     regions: frozenset[RegionKind]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedBlock:
-    """The wanted regions of one loaded block, without kv that was read into a `KvTarget`."""
+    """The wanted regions of one loaded block, without KV that was read into a `KvTarget`."""
 
     header: BlockHeader
     regions: tuple[HostRegion, ...]
@@ -164,7 +163,7 @@ class Persisted:
 
     record: StoredBlock
     request_id: RequestId | None = None
-    """Whose work made the block leave RAM; None at shutdown, or when it was stored already."""
+    """The request that made the block leave RAM; None at shutdown, or if it was stored already."""
     start_time: float = 0.0
     """`Clock.wall` when writing began."""
     duration_s: float = 0.0
@@ -187,7 +186,7 @@ class Verified:
 
 
 class WriteBudget(NamedTuple):
-    """How many bytes may be written today, and how many of them are left."""
+    """How many bytes may be written today, and how many of them remain."""
 
     limit_bytes: int
     left_bytes: int
@@ -195,22 +194,22 @@ class WriteBudget(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """How much of a chain other servers have stored where this one can fetch it."""
+    """How much of a chain is in a store that other servers share with this one."""
 
     block_count: int
-    """From its beginning."""
+    """From the chain's beginning."""
     size_bytes: int
-    """About, of these together."""
+    """Estimate for these blocks together."""
     fetch_bytes_per_s: float
     """Moving average over the recent fetches; 0 before the first few."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a `fetch` brought."""
+    """What a `fetch` brought in."""
 
     block_count: int
-    """From the beginning of what was asked for; the inventory has them by now."""
+    """From the beginning of the requested blocks; the inventory has them by now."""
     size_bytes: int
 
 
@@ -222,17 +221,17 @@ class LearnedRates:
     """How fast a model's blocks are read and its tokens computed, as an engine measured it."""
 
     measured_on: str
-    """The machine, the device and how blocks are written: elsewhere the rest says nothing."""
+    """The machine, the device and the block encoding; on others the rates mean nothing."""
     read_bytes_per_s: float
     adopt_tokens_per_s: float
-    """Rebuilding caches of what was read."""
+    """Rebuilding caches from the bytes read."""
     prefill_tokens_per_s: float
     untried_count: int = 0
-    """Prompts since the last load that were computed on the word of these rates alone."""
+    """Prompts since the last load that were computed because of these rates alone."""
 
     @property
     def is_plausible(self) -> bool:
-        """Whether an engine can have measured this; it may come from a file that says anything."""
+        """Whether an engine can have measured this; it may come from a file that contains anything."""
         rates = (self.read_bytes_per_s, self.adopt_tokens_per_s, self.prefill_tokens_per_s)
         return (
             all(isinstance(rate, float) and _LEAST_RATE <= rate <= _MOST_RATE for rate in rates)
@@ -245,42 +244,42 @@ class LearnedRates:
 class Inventory:
     """All usable blocks of the served model. The last part replaces everything known before.
 
-    Posted once at start, and again after the medium had to be opened anew. A large one comes in parts, chains
+    Posted once at start, and again after the medium had to be reopened. A large one comes in parts, chains
     from their beginnings, with pauses so that the engine can take them in between decode steps. Blocks that a
-    `fetch` brought come as a part that is neither the first nor the last.
+    `fetch` brought in come as a part that is neither the first nor the last.
     """
 
     records: tuple[StoredBlock, ...]
     is_first: bool = True
     is_last: bool = True
     rates: LearnedRates | None = None
-    """What `keep_rates` was told last, perhaps before this start."""
+    """The last value given to `keep_rates`, perhaps before this start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evicted:
-    """These blocks are gone, because of the tier's limits, by order or for damage."""
+    """These blocks are gone: evicted for the tier's limits, deleted on request, or damaged."""
 
     hashes: Names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageFailed:
-    """The tier is dead: a broken invariant. Posted once, nothing follows."""
+    """The tier is dead: an invariant was broken. Posted once, nothing follows."""
 
     error: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageClosed:
-    """The tier was closed in order. Nothing follows."""
+    """The tier was closed normally. Nothing follows."""
 
     was_clean: bool
 
 
 AnyTicket = Ticket[Any]
 Outcome = AnyTicket | Inventory | Evicted | StorageFailed | StorageClosed
-"""What comes through the mailbox."""
+"""What a tier posts to the mailbox."""
 
 
 class ColdTier(Protocol):
@@ -290,103 +289,104 @@ class ColdTier(Protocol):
     def start(self) -> None:
         """Begin; the inventory is posted when it is known.
 
-        A tier that has its medium to itself takes it for this process and raises `StartError` where another
-        one has it. A medium that fails, or does not answer in some seconds, does not stop the start: the tier
-        begins when it can.
+        A tier that needs its medium exclusively claims it for this process, and raises `StartError` if
+        another process has it. A medium that fails, or does not answer within seconds, does not stop the
+        start: the tier begins when it can.
         """
 
     def close(self, *, deadline_time: float) -> None:
-        """Write what was put until the deadline (`Clock.monotonic`), then end; returns at once."""
+        """Write the blocks put so far until the deadline (`Clock.monotonic`), then end; returns at once."""
 
     def join(self, *, timeout_s: float) -> bool:
         """Wait for the end after `close`; False when the tier hangs or takes longer."""
 
     @property
     def queue_space_bytes(self) -> int:
-        """Bytes of blocks, with `OVERHEAD_BYTES` for each, that `put` takes now, on the engine's thread; only
-        `put` lowers that, this tier's and those of other models."""
+        """Bytes of blocks, with `OVERHEAD_BYTES` for each, that `put` accepts now, on the engine's thread.
+        Only `put` lowers it, by this tier or by those of other models."""
 
     @property
     def block_limit_bytes(self) -> int:
-        """Bytes of the largest block, with `OVERHEAD_BYTES`, that `put` ever takes."""
+        """Bytes of the largest block, `OVERHEAD_BYTES` included, that `put` ever accepts."""
 
     @property
     def write_budget(self) -> WriteBudget | None:
-        """Today's budget of writes, perhaps a moment old; None without a limit. Blocks that are queued are
-        not taken off yet."""
+        """Today's write budget, perhaps slightly out of date; None without a limit. Queued blocks are not
+        subtracted yet."""
 
     def put(
         self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
-        """Store a block, for this request; there must have been queue space for it. Done without a write
-        where all its regions are stored. Fails for a `SpillDropCause`, also where other models have filled
-        the queue since."""
+        """Store a block, for this request; the caller has checked that the queue has space. Done without a
+        write if all its regions are stored. Fails with a `SpillDropCause`, also if other models have filled
+        the queue since the check."""
 
     def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
-        """Read and verify blocks of one chain, in its order, their kv into this memory; without it the tier
-        makes some. Fails for the `Damage` of the first; where another is damaged, those before are there."""
+        """Read and verify blocks of one chain, in its order, their KV into this memory; without it the tier
+        allocates some. Fails with the `Damage` of the first block; if a later one is damaged, those before it
+        are returned."""
 
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
-        """Read the headers of blocks, token ids included; those that are not sound are left out."""
+        """Read the headers of blocks, token ids included; damaged ones are left out."""
 
     def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
-        """Ask how much of a chain other servers have stored, answered within `limit_s` as far as it is known
-        by then. None where there is nobody to ask, who was asked for it just now or does not answer."""
+        """Ask how much of a chain other servers have stored; within `limit_s` the answer is what is known by
+        then. None if there is no store, or if it was asked for this chain just now or does not answer."""
 
     def fetch(self, blocks: Names) -> Ticket[Fetched] | None:
-        """Bring blocks that were found into this tier, verified, in the order of their chain. What cannot be
-        had ends it: that is no failure. None where there is nobody to ask, or too much is under way."""
+        """Bring blocks that `find` found into this tier, verified, in the order of their chain. The first
+        unavailable one ends it, which is no failure. None if there is no store, or too much is in flight."""
 
     def touch(self, blocks: Names) -> bool:
         """Note that blocks were used, a chain from its end to its beginning. False: too much is queued."""
 
     def demote(self, blocks: Names) -> bool:
-        """Have blocks go before all others until they are used, the last of these first. A restart forgets
-        this. False: too much is queued."""
+        """Make these blocks the first to be evicted until they are used, the last of them first. A restart
+        forgets this. False: too much is queued."""
 
     def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
-        """Protect blocks, queued ones too, from removal for the tier's limits until then (`Clock.wall`), or
-        with NOT_PINNED no longer; a pin that ends later stays. The result names those that are neither
-        stored nor queued."""
+        """Protect blocks, queued ones too, from eviction until then (`Clock.wall`); NOT_PINNED ends the
+        protection. A pin that ends later stays. The result names blocks that are neither stored nor
+        queued."""
 
     def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
-        """Remove blocks, pinned ones too; `Evicted` names them before the ticket comes. With none named it is
-        done when everything put before is written or dropped. `is_final`: nobody is to use them again, so
-        they also go from where other servers could fetch them, as soon as that answers."""
+        """Remove blocks, pinned ones too; `Evicted` names them before the ticket arrives. Without names it is
+        done when everything put before is written or dropped. `is_final`: nobody may use them again, so they
+        are also deleted from the store that servers share, as soon as it answers."""
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
-        """Read and check every byte of blocks, None for all."""
+        """Read and check every byte of these blocks; None means all blocks."""
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
-        """Name the blocks, least recently verified first; 0 is all."""
+        """Name the blocks, least recently verified first; a limit of 0 means all."""
 
     def keep_rates(self, rates: LearnedRates) -> bool:
-        """Keep what was learned of speed for the model's next start; a crash may lose the last seconds'.
+        """Keep the learned rates for the model's next start; a crash may lose those of the last seconds.
         False: too much is queued."""
 
     def stats(self) -> Ticket[CacheStats] | None:
         """Return the counters, as far as the tier knows them."""
 
     def abandon(self, ticket: AnyTicket) -> None:
-        """Stop waiting for a read or a fetch. The ticket may come all the same."""
+        """Stop waiting for a read or a fetch. Its ticket may still arrive."""
 
     def silence_s(self, ticket: AnyTicket) -> float:
-        """Return for how long a read has made no progress; 0 once answered."""
+        """Return how long a read has made no progress; 0 once answered."""
 
     @property
     def hung_read_count(self) -> int:
-        """Reads that were abandoned and from which the medium has not returned."""
+        """Reads that were abandoned, but from which the medium has not returned."""
 
     @property
     def stall_s(self) -> float:
-        """For how long the tier has been at one piece of work; 0 while it waits for some."""
+        """How long the tier has been at one piece of work; 0 while it waits for work."""
 
     def leave_cores(self, *, to_decode: bool) -> None:
-        """Read at a small share of a core from now on, or at full speed; reads under way too."""
+        """Read at a small share of a core from now on, or at full speed; reads in progress too."""
 
 
 def hang_detail(tier: ColdTier) -> str:
-    """Say which part of a tier does not answer, and what follows; empty where all is well."""
+    """Say which part of a tier does not answer, and what follows; empty if all is well."""
     parts = []
     if tier.hung_read_count:
         parts.append(f"{tier.hung_read_count} reads hang; prompts are computed until they return")

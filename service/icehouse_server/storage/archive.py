@@ -1,14 +1,14 @@
 """Archive: blocks of one model as one stream of bytes, written and read piece by piece.
 
-A stream is a magic number and records. A record is its kind (1 byte), the length of its text (4 bytes,
-little endian), the text (JSON), and the xxh3 of all that (8 bytes). The first record is the header. Each
-block is a record that names it, the bytes of its block file, and a record with their SHA-256. A parent comes
-before its children. The trailer has the count of blocks and the SHA-256 of everything before it. Token ids
-stand in the block files alone, which prove them by the block's name.
+A stream is a magic number followed by records. A record is its kind (1 byte), the length of its text (4
+bytes, little endian), the text (JSON), and the xxh3 of all that (8 bytes). The first record is the header.
+Each block is a record that names it, the bytes of its block file, and a record with their SHA-256. A parent
+comes before its children. The trailer has the count of blocks and the SHA-256 of everything before it. Token
+ids are only in the block files; a block's name proves them.
 
-Nothing that is read is trusted: lengths are bounded before anything is kept, names are hexadecimal digits and
-never paths, and a block counts once its checksum was seen. Who adopts a block verifies its file as well.
-Any thread may use these classes, one at a time.
+Nothing that is read is trusted: lengths are bounded before anything is stored, names are hexadecimal digits
+and never paths, and a block counts only once its checksum was seen. The adopter of a block verifies its file
+as well. Any thread may use these classes, one at a time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MAGIC = b"ICEARCH\n"
 FORMAT_VERSION = 1
 DIGEST_NAME = "sha256"
 RECORD_LIMIT_BYTES = 1 << 20
-"""Most bytes of a record's text; a header names the digests of some hundred modules of code."""
+"""Most bytes of a record's text; a header names the digests of a few hundred modules of code."""
 BLOCK_LIMIT_BYTES = 4 << 30
 """Most bytes of a block file in an archive."""
 BLOCK_LIMIT_COUNT = 1 << 20
-"""Most blocks of one archive: their names are remembered while it is read."""
+"""Most blocks of one archive: the reader remembers their names."""
 TOKEN_LIMIT = 1 << 40
 """More than any prompt has."""
 _CHECKSUM_BYTES = 8
@@ -48,7 +48,7 @@ class _Kind(enum.IntEnum):
 
 
 class ArchiveError(Exception):
-    """The stream is no archive, was altered, or ends too early. What was read before counts."""
+    """The stream is no archive, was altered, or ends too early. What was read before it remains valid."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ArchiveHeader:
     block_token_limit: int
     """Tokens of a full block."""
     details: Mapping[str, str]
-    """What the fingerprint was made of, for people."""
+    """What the fingerprint was computed from, for people to read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ class BlockEntry:
     token_count: int
     file_bytes: int
     adapter: bytes | None = None
-    """Digest of the LoRA adapter that it was computed with, empty for the bare model; None where the archive
-    was made from a directory, which does not know."""
+    """Digest of the LoRA adapter it was computed with, empty for the bare model; None if the archive was made
+    from a directory, which does not record it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockEnd:
-    """The bytes of the last block entry were all there, and are what was written."""
+    """The bytes of the last block entry were complete and as written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ Item = ArchiveHeader | BlockEntry | bytes | BlockEnd | Trailer
 
 
 class ArchiveWriter:
-    """Makes the bytes of an archive. `begin`, then for each block `block`, `part`s and `end_block`; `end`."""
+    """Makes an archive's bytes: `begin`, for each block `block`, `part`s and `end_block`, then `end`."""
 
     def __init__(self) -> None:
         self._whole = hashlib.sha256()
@@ -112,7 +112,7 @@ class ArchiveWriter:
         return self._noted(MAGIC + _record(_Kind.HEADER, fields))
 
     def block(self, entry: BlockEntry) -> bytes:
-        """Return the record before a block's file."""
+        """Return the record that precedes a block's file."""
         self._block_count += 1
         self._file = hashlib.sha256()
         fields: dict[str, object] = {
@@ -127,12 +127,12 @@ class ArchiveWriter:
         return self._noted(_record(_Kind.BLOCK, fields))
 
     def part(self, data: bytes | memoryview) -> None:
-        """Note a part of a block's file, which goes into the stream as it is."""
+        """Note a part of a block's file; the caller puts it into the stream unchanged."""
         self._file.update(data)
         self._whole.update(data)
 
     def end_block(self) -> bytes:
-        """Return the record behind a block's file."""
+        """Return the record that follows a block's file."""
         return self._noted(_record(_Kind.BLOCK_END, {DIGEST_NAME: self._file.hexdigest()}))
 
     def end(self) -> bytes:
@@ -145,7 +145,7 @@ class ArchiveWriter:
 
 
 class ArchiveReader:
-    """Reads an archive that comes in pieces of any size. It keeps one record and the names of the blocks."""
+    """Reads an archive that arrives in pieces of any size. It holds one record and the blocks' names."""
 
     def __init__(self, *, block_limit_bytes: int = BLOCK_LIMIT_BYTES) -> None:
         """No block file may have more than `block_limit_bytes`."""
@@ -155,9 +155,9 @@ class ArchiveReader:
         self._whole = hashlib.sha256()
         self._file = hashlib.sha256()
         self._left_bytes = 0
-        """Of the block file under way."""
+        """Bytes still missing of the current block file."""
         self._expected: tuple[_Kind, ...] = ()
-        """Which records may come next; none before the magic number, and none behind the trailer."""
+        """Which records may come next; none before the magic number, and none after the trailer."""
         self._has_begun = False
         self._header: ArchiveHeader | None = None
         self._ends: dict[BlockHash, int] = {}
@@ -169,13 +169,13 @@ class ArchiveReader:
         return self._has_begun and not self._expected
 
     def feed(self, data: bytes | memoryview) -> Iterator[Item]:
-        """Yield what is complete with these further bytes. Raises `ArchiveError`."""
+        """Yield the items that these further bytes complete. Raises `ArchiveError`."""
         self._buffer += data
         while (item := self._next()) is not None:
             yield item
 
     def finish(self) -> None:
-        """Raise `ArchiveError` unless the archive ended where it should."""
+        """Raise `ArchiveError` unless the archive is complete."""
         if not self.is_complete:
             raise ArchiveError(f"it ends too early, after {self._position + len(self._buffer)} bytes")
 
@@ -238,7 +238,7 @@ class ArchiveReader:
         return Trailer(len(self._ends))
 
     def _entry_of(self, fields: Mapping[str, object]) -> BlockEntry:
-        """Return a block's entry. Raises ValueError where no block could be so, or not at this place."""
+        """Return a block's entry. Raises ValueError if no block can be like this, or not at this place."""
         assert self._header is not None
         adapter = fields.get("adapter")
         entry = BlockEntry(
@@ -266,7 +266,7 @@ class ArchiveReader:
 
 
 def reachable(entries: Sequence[BlockEntry]) -> tuple[list[BlockEntry], int]:
-    """Return the blocks in an order that an archive may have, parents first, and how many have no way to them
+    """Return the blocks in an order that an archive may have, parents first, and how many cannot be reached
     from the beginning of their prompt."""
     ends: dict[BlockHash, int] = {}
     ordered = []

@@ -1,4 +1,4 @@
-"""Digests of weight files: SHA-256 over every byte, stored for as long as a file does not change.
+"""Digests of weight files: SHA-256 over every byte, remembered for as long as a file does not change.
 
 Every write to a file changes the time of its inode, which nobody can set back. So weights are read once,
 when they are new, and later starts compare four numbers: inode, size, and the times of content and inode.
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 _FORMAT = "icehouse.digests.v1"
 _FILE_LIMIT_BYTES = 4 << 20
 _ENTRY_LIMIT = 4096
-"""Files remembered; those not asked for the longest are forgotten first."""
+"""Files remembered; the least recently requested are forgotten first."""
 _PIECE_BYTES = 64 << 20
-"""Pieces are hashed apart, on several cores; the file's digest is that of the pieces' digests."""
+"""Pieces are hashed separately, on several cores; the file's digest is that of the pieces' digests."""
 _READ_BYTES = 4 << 20
 _THREAD_LIMIT = 8
 _MIN_AGE_S = 2.0
@@ -44,11 +44,11 @@ class DigestBook:
         self._digests: dict[_Stamp, str] = {}
         self._is_changed = False
         self.read_bytes = 0
-        """Read of weight files since this book was opened."""
+        """Bytes of weight files read since this book was opened."""
         self._load()
 
     def digest(self, path: str) -> str:
-        """Return the digest of all bytes of a file, read only when it is not known. Raises `OSError`."""
+        """Return the digest of all bytes of a file, read only if it is not known yet. Raises `OSError`."""
         began_time = self._clock.wall()
         stamp = _stamp(path)
         known = self._digests.pop(stamp, None)
@@ -91,7 +91,7 @@ class DigestBook:
         except FileNotFoundError:
             return
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-            # Without it every file is read once more.
+            # Without the book every file is read once more.
             _log.warning("digests_not_read", extra={"detail": str(error)})
 
     def _read(self, path: str, size_bytes: int) -> str:

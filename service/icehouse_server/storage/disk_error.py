@@ -1,7 +1,7 @@
-"""Disk errors by kind: every decision about an error of the disk or of SQLite begins here.
+"""Disk errors by kind: every decision about an error of the disk or of SQLite starts here.
 
 Full: eviction helps. Foreign or damaged: the manifest cannot be used, and is rebuilt from the
-files. Refused: nothing helps but a later retry.
+files. Refused: only a later retry helps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FOREIGN_CODES = frozenset(
         sqlite3.SQLITE_ERROR,
         sqlite3.SQLITE_SCHEMA,
         sqlite3.SQLITE_MISMATCH,
-        # Values that are longer, and statements that take longer, than any of ours.
+        # Values longer, and statements slower, than any of ours.
         sqlite3.SQLITE_TOOBIG,
         sqlite3.SQLITE_INTERRUPT,
     }
@@ -68,7 +68,7 @@ def is_shortage(error: OSError) -> bool:
 
 
 def outline(error: OSError | sqlite3.Error | StartError) -> str:
-    """Return what went wrong, without the file names that an error's own text may hold."""
+    """Return what went wrong, without the file names that the error's own text may contain."""
     if isinstance(error, StartError):
         is_owned = error.reason is Reason.STORE_LOCKED
         return "it is in use by another process" if is_owned else "it cannot be used"

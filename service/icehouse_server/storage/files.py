@@ -1,10 +1,10 @@
-"""Files: the few verbs of the file system that the SSD tier uses.
+"""Files: the few file system operations that the SSD tier uses.
 
-Every file the cache writes goes through a `Files`, so that a test can make each verb fail
+Every file that the cache writes goes through a `Files`, so that a test can make each operation fail
 once, or stop the process after it. SQLite does its own I/O.
-Every verb raises `OSError` with the operating system's errno; none of them logs or retries.
+Every method raises `OSError` with the operating system's errno; none of them logs or retries.
 
-Below a guarded root every folder of a path is opened by itself and checked, each time. So a
+Below a guarded root every folder of a path is opened separately and checked, each time. So a
 link planted there is never followed, however late it appears.
 """
 
@@ -30,20 +30,20 @@ Buffer = bytes | memoryview
 Result = TypeVar("Result")
 
 TIME_LIMIT_S = 5.0
-"""For what a start does on a disk, before there is a storage thread."""
+"""Limit for what a start does on a disk before there is a storage thread."""
 
 _NOT_SUPPORTED = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
 
 _IOV_LIMIT = 1024
-"""Most buffers of one vectored call: Linux's and macOS's IOV_MAX. Callers pass some MiB in one, far below the
-2 GiB that macOS refuses."""
+"""Most buffers of one vectored call: IOV_MAX of Linux and macOS. Callers pass a few MiB per call, far below
+the 2 GiB that macOS refuses."""
 
 _INODE_MASK = (1 << 63) - 1
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 _OTHERS_WRITE = 0o002
-"""Others, not the group: a volume of a container is often its group's."""
+"""Others, not the group: a container's volume often belongs to its group."""
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -55,9 +55,9 @@ class FileInfo:
     name: str
     size_bytes: int
     mtime_ns: int
-    """Of the system's clock tick, often some milliseconds: two files may share one."""
+    """In ticks of the system's clock, often some milliseconds: two files may share a time."""
     inode: int
-    """Stays with the file through a rename, so it tells two swapped files apart."""
+    """A rename keeps it, so it tells two swapped files apart."""
     is_directory: bool
     is_link: bool
     is_file: bool
@@ -66,27 +66,27 @@ class FileInfo:
     """Permission bits."""
     owner_id: int
     name_count: int
-    """Hard links: the names that this file has, here and elsewhere."""
+    """Hard links: how many names this file has, here and elsewhere."""
 
 
 class Files:
-    """What the cache does to a disk. Paths are absolute; descriptors are the system's."""
+    """The cache's operations on a disk. Paths are absolute; descriptors are the system's."""
 
     def __init__(self) -> None:
         self._can_flush_drive = True
         self._roots: dict[str, str] = {}
-        """Guarded roots, each with what it led to."""
+        """Guarded roots, each with the real path it had when it was guarded."""
 
     def guard(self, root: str) -> None:
-        """Follow no link below `root` from now on, and use no folder or file there that is not ours.
+        """From now on follow no link below `root`, and use no folder or file there that is not ours.
 
-        The root itself may be a link: what it leads to now is what counts.
+        The root itself may be a link: its target at this moment is what counts.
         """
         self._roots[root] = os.path.realpath(root)
 
     def make_dir(self, path: str) -> None:
-        """Create a directory, mode 0700, and the parents it lacks; an existing one is fine."""
-        # os.makedirs would give its mode to the last folder alone.
+        """Create a directory, mode 0700, and its missing parents; an existing one is fine."""
+        # os.makedirs would apply its mode only to the last folder.
         parent = os.path.dirname(path)
         if self._root_of(parent) is None and not os.path.isdir(parent):
             self.make_dir(parent)
@@ -105,7 +105,7 @@ class Files:
             raise OSError(errno.EIO, "The system wrote 0 bytes and named no reason")
 
     def fsync(self, descriptor: int) -> None:
-        """Return when the file's bytes are on the medium."""
+        """Return once the file's bytes are on the medium."""
         if self._can_flush_drive and hasattr(fcntl, "F_FULLFSYNC"):
             # On macOS fsync() leaves the bytes in the drive's own cache.
             try:
@@ -114,7 +114,7 @@ class Files:
             except OSError as error:
                 if error.errno not in _NOT_SUPPORTED:
                     raise
-                # Network and some foreign file systems have no such thing; SQLite does as much there.
+                # Network and some foreign file systems lack this call; SQLite falls back to fsync there too.
                 self._can_flush_drive = False
                 _log.warning("drive_cache_not_flushed", extra={"detail": str(error)})
         os.fsync(descriptor)
@@ -124,12 +124,12 @@ class Files:
         os.close(descriptor)
 
     def rename(self, source: str, target: str) -> None:
-        """Give a file its new name in one step, replacing what had it."""
+        """Give a file its new name in one step, replacing any file of that name."""
         with self._folder_of(source) as (old_folder, old_name), self._folder_of(target) as (folder, name):
             os.rename(old_name, name, src_dir_fd=old_folder, dst_dir_fd=folder)
 
     def fsync_dir(self, path: str) -> None:
-        """Return when the names in a directory are on the medium."""
+        """Return once the names in a directory are on the medium."""
         with self._opened_folder(path) as descriptor:
             os.fsync(descriptor)
 
@@ -142,7 +142,7 @@ class Files:
         infos = []
         with self._opened_folder(path) as folder, os.scandir(folder) as entries:
             for entry in entries:
-                # It may have been renamed or removed since.
+                # The entry may have been renamed or removed since.
                 with contextlib.suppress(FileNotFoundError):
                     infos.append(_info(entry.name, entry.stat(follow_symlinks=False)))
         return infos
@@ -153,8 +153,8 @@ class Files:
         return _info(os.path.basename(path), info)
 
     def stat_all(self, folder: str, names: Sequence[str]) -> dict[str, FileInfo]:
-        """Return what is in a folder by these names; those that are not there are left out."""
-        # A guarded folder is opened step by step, which costs twenty times what looking at a file there does.
+        """Return the entries of a folder with these names; missing ones are left out."""
+        # A guarded folder is opened step by step, which costs twenty times as much as one stat in it.
         infos = {}
         with contextlib.suppress(FileNotFoundError), self._opened_folder(folder) as descriptor:
             for name in names:
@@ -163,15 +163,15 @@ class Files:
         return infos
 
     def open(self, path: str) -> int:
-        # O_NOFOLLOW: a link planted in the directory must not make us read another file. O_NONBLOCK: nor a
-        # pipe have us wait for its writer; to files it is nothing.
+        # O_NOFOLLOW: a link planted in the directory must not make us read another file. O_NONBLOCK: a pipe
+        # must not make us wait for its writer; for plain files it has no effect.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with self._folder_of(path) as (folder, name):
             descriptor = os.open(name, flags, dir_fd=folder)
         try:
             info = _info(name, os.fstat(descriptor))
             if folder is not None:
-                # It is read only, so a second name does no harm.
+                # It is only read, so a second name does no harm.
                 _refuse_foreign(info, may_have_links=True)
             elif not info.is_file:
                 raise OSError(errno.EINVAL, "It is no plain file", path)
@@ -194,9 +194,9 @@ class Files:
         return info.f_bavail * info.f_frsize
 
     def lock(self, path: str, *, owner: str) -> int:
-        """Take the exclusive lock file and write `owner` into it; raises BlockingIOError when it is held."""
-        # Nothing of it is changed before it is known to be a file of ours: a link planted here, of either
-        # kind, must not have us write into another one.
+        """Take the exclusive lock file and write `owner` into it; raises BlockingIOError if it is held."""
+        # Nothing is written before we know that the file is ours: a symbolic or hard link planted here must
+        # not make us write into another file.
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with self._folder_of(path) as (folder, name):
             descriptor = os.open(name, flags, FILE_MODE, dir_fd=folder)
@@ -220,12 +220,12 @@ class Files:
         return os.path.samestat(os.fstat(descriptor), there)
 
     def _root_of(self, path: str) -> str | None:
-        """Return the guarded root that a path is, or is below."""
+        """Return the guarded root that is `path` or contains it."""
         return next((root for root in self._roots if path == root or path.startswith(root + "/")), None)
 
     @contextlib.contextmanager
     def _folder_of(self, path: str) -> Iterator[tuple[int | None, str]]:
-        """Yield the open folder of a path, and the name in it; no folder if the path is not guarded."""
+        """Yield the open folder of a path and the name in it; no folder if the path is not guarded."""
         folder, _, name = path.rpartition("/")
         if self._root_of(folder) is None:
             yield None, path
@@ -235,7 +235,7 @@ class Files:
 
     @contextlib.contextmanager
     def _opened_folder(self, path: str) -> Iterator[int]:
-        """Yield a folder, opened through each guarded one above it."""
+        """Yield an open folder; below a guarded root each folder on the way is opened and checked."""
         root = self._root_of(path)
         descriptor = os.open(path if root is None else self._roots[root], _FOLDER_FLAGS)
         try:
@@ -252,7 +252,7 @@ class Files:
 
 
 def distrust(info: FileInfo, *, is_folder: bool, may_have_links: bool = False) -> str:
-    """Return what is wrong with a folder or file; "" when nobody else can change it.
+    """Return what makes a folder or file untrustworthy; "" if nobody else can change it.
 
     `may_have_links`: a file that is only read may have other hard links.
     """
@@ -292,7 +292,7 @@ def remove(files: Files, path: str) -> None:
 
 
 def size_at(files: Files, path: str) -> int | None:
-    """Return the bytes of what has this name, or None."""
+    """Return the size in bytes of the file of this name, or None."""
     try:
         return files.stat(path).size_bytes
     except FileNotFoundError:
@@ -305,7 +305,7 @@ def exists(files: Files, path: str) -> bool:
 
 
 def write_anew(files: Files, path: str, data: bytes, *, is_durable: bool = False) -> None:
-    """Write a file after removing what has its name; durable once the folder is synced, too."""
+    """Write a file after removing any of this name; if `is_durable`, durable once the folder is synced."""
     remove(files, path)
     descriptor = files.create(path)
     try:
@@ -334,7 +334,7 @@ def read_text(files: Files, path: str, *, limit_bytes: int) -> str:
 def in_time(action: Callable[[], Result]) -> Result:
     """Do something on a disk that may hang; return or raise what `action` does, or `TimeoutError`.
 
-    Nothing can end a thread that waits for a disk: it goes on, and its result is dropped.
+    Nothing can end a thread that waits for a disk: it continues, and its result is dropped.
     """
     ended: Future[Result] = Future()
 
@@ -354,7 +354,7 @@ def in_time(action: Callable[[], Result]) -> Result:
 
 
 def _info(name: str, info: os.stat_result) -> FileInfo:
-    # Some network file systems use all 64 bits, SQLite's integers have a sign.
+    # Some network file systems use all 64 bits; SQLite's integers are signed.
     inode = info.st_ino & _INODE_MASK
     return FileInfo(
         name,
@@ -371,7 +371,7 @@ def _info(name: str, info: os.stat_result) -> FileInfo:
 
 
 def _transfer(call: Callable[..., int], descriptor: int, parts: Sequence[Any], offset: int) -> int:
-    """Read or write parts in order from `offset` until the system moves nothing more; return the bytes."""
+    """Read or write parts in order from `offset` until the system moves no more; return the bytes moved."""
     pending = [view for part in parts if (view := memoryview(part)).nbytes]
     done_bytes = 0
     while pending and (moved_bytes := call(descriptor, pending[:_IOV_LIMIT], offset + done_bytes)):
@@ -381,7 +381,7 @@ def _transfer(call: Callable[..., int], descriptor: int, parts: Sequence[Any], o
 
 
 def _advance(pending: list[memoryview], done_bytes: int) -> list[memoryview]:
-    """Return what is left of `pending` after `done_bytes` of it were transferred."""
+    """Return what remains of `pending` after `done_bytes` of it were transferred."""
     index = 0
     while index < len(pending) and done_bytes >= pending[index].nbytes:
         done_bytes -= pending[index].nbytes

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 
 CODE_DETAIL = "code "
-"""How those details of a fingerprint begin that are a module and the digest of its code."""
+"""Prefix of the fingerprint details that name a module and give the digest of its code."""
 
 
 class Codec(enum.StrEnum):
@@ -15,14 +15,14 @@ class Codec(enum.StrEnum):
     AUTO = "auto"
     """In planes while readers decode at least as fast as the disk reads."""
     RAW = "raw"
-    """As they are in memory."""
+    """Exactly as in memory."""
     PLANES = "planes"
     """In byte planes, compressed by Zstandard."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageSettings:
-    """Of one directory, for all models together. All limits are enforced before the disk is touched."""
+    """Settings of one directory, for all its models. All limits are enforced before the disk is touched."""
 
     directory: str
     limit_bytes: int
@@ -34,5 +34,5 @@ class StorageSettings:
     task_queue_limit_count: int
     reader_thread_count: int
     share_beside_decode: float = 1.0
-    """Of one core's time, what all readers together take while sequences decode; 1 is unlimited."""
+    """Share of one core's time that all readers together take while sequences decode; 1 is unlimited."""
     codec: Codec = Codec.RAW

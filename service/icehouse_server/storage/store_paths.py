@@ -1,4 +1,4 @@
-"""Paths in the cache directory. The only module that makes or parses such a name."""
+"""Paths in the cache directory. Only this module makes or parses such names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROOT_FILE = re.compile(r"lock|ballast|(clean|digests|keys|manifest)\..*")
 class StorePaths:
     """The names below one cache directory.
 
-    Blocks lie in one folder per fingerprint, so that a model's blocks can be seen and removed
+    Each fingerprint has its own folder of blocks, so that a model's blocks can be seen and removed
     together. Common file systems index large folders, so there is no further sharding.
     """
 
@@ -28,15 +28,15 @@ class StorePaths:
         self.lock = f"{root}/lock"
         self.manifest = f"{root}/manifest.sqlite3"
         self.manifest_aside = f"{root}/manifest.damaged.sqlite3"
-        """Where an unreadable manifest is moved, replacing the one moved before."""
+        """Where an unreadable manifest is moved, replacing any moved before."""
         self.manifest_later = f"{root}/manifest.later.sqlite3"
-        """Where the manifest of a later version is moved, for that version to be started again."""
+        """Where a later version's manifest is moved, so that that version can be started on it again."""
         self.manifests_aside = (self.manifest_aside, self.manifest_later)
         self.data_keys = f"{root}/keys.json"
         """The keys that blocks are encrypted under, each encrypted itself."""
         self.ballast = f"{root}/ballast"
         self.digests = f"{root}/digests.json"
-        """Digests of the served weights; nothing of prompts."""
+        """Digests of the served weights; nothing about prompts."""
         self.clean_mark = f"{root}/clean.json"
         """What the directory looked like after the last clean shutdown."""
         self.blocks = f"{root}/blocks"
@@ -53,7 +53,7 @@ class StorePaths:
         return f"{self.folder(fingerprint)}/{block_hash.hex()}{BLOCK_SUFFIX}"
 
     def fetched(self, fingerprint: Fingerprint, block_hash: BlockHash) -> str:
-        """Return where a block is written that comes from another server; a spill of it has another name."""
+        """Return where a block fetched from another server is written; a spill of it uses another name."""
         return self.block(fingerprint, block_hash) + _FETCHED_SUFFIX + PARTIAL_SUFFIX
 
     def quarantined(self, block_hash: BlockHash) -> str:
@@ -72,16 +72,16 @@ def is_folder_name(name: str) -> bool:
 
 
 def is_root_file_name(name: str) -> bool:
-    """Return whether a name in the root is that of a file of ours, SQLite's logs included."""
+    """Return whether a name in the root is that of one of our files, SQLite's logs included."""
     return _ROOT_FILE.fullmatch(name) is not None
 
 
 def is_partial_name(name: str) -> bool:
-    """Return whether `name` is an unfinished block file of ours."""
+    """Return whether `name` is that of an unfinished block file of ours."""
     return _PARTIAL.fullmatch(name) is not None
 
 
 def parse_block_name(name: str) -> BlockHash | None:
-    """Return the hash in a block file's name, or None if it is not such a name."""
+    """Return the hash in a block file's name, or None if this is not such a name."""
     match = _BLOCK.fullmatch(name)
     return BlockHash(bytes.fromhex(match[1])) if match else None

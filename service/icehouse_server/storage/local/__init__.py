@@ -1,1 +1,1 @@
-"""The cold tier on a disk of this machine: its thread, the readers beside it, and the work they are given."""
+"""The cold tier on a disk of this machine: its thread, its readers, and the work for them."""

@@ -1,10 +1,10 @@
-"""Codec choice: whether blocks are stored in byte planes, by what reads have shown. Storage thread.
+"""Codec choice: whether blocks are stored in byte planes, decided by what reads have shown. Storage thread.
 
-Planes save a third of the bytes and make a restore wait for the decoder where the disk is faster than that.
-Blocks are raw until the disk has shown that it is slower: compressing takes a stop from 4 s to 21, and a fast
+Planes save a third of the bytes, but where the disk is faster than the decoder a restore waits for the
+decoder. Blocks are raw until the disk has proved slower: compressing takes a stop from 4 s to 21, and a fast
 restore from 1,100 MB/s to 310 (H100, files in memory). Both rates come from real reads, with all readers at
-work; before the first one in planes, the decoder's comes from a trial. What is averaged is the time that a
-byte takes, so that some files that the system had in memory do not make a slow disk a fast one.
+work; before the first read in planes, the decoder's rate comes from a trial. The averages are of the time per
+byte, so that a few files cached in memory do not make a slow disk look fast.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from icehouse_server.storage.local.block_format.planes import (
 from icehouse_server.storage.storage_settings import Codec
 
 _RATE_WEIGHT = 0.3
-"""Of each read in the moving averages, however long it took."""
+"""Weight of each read in the moving averages, however long it took."""
 _MARGIN = 1.25
-"""By how much the decoder must be faster than the disk before planes are written."""
+"""How many times faster than the disk the decoder must be before planes are written."""
 _TRIALS = 5
-"""Of the decoder; the fastest counts, since other programs only make it slower."""
+"""Of the decoder; the fastest counts, since other programs can only slow it down."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadRates:
-    """What one read showed, in bytes per second; 0 where it showed nothing."""
+    """What one read showed, in bytes per second; 0 if it showed nothing."""
 
     disk_bytes_per_s: float = 0.0
-    """Of bytes of files, by all readers together."""
+    """File bytes, by all readers together."""
     decode_bytes_per_s: float = 0.0
-    """Of tensors' bytes made of planes, by all readers together."""
+    """Tensors' bytes decoded from planes, by all readers together."""
 
 
 NO_RATES = ReadRates()
 
 
 class CodecChoice:
-    """Begins raw unless the setting is `planes`; `auto` changes its mind with the rates."""
+    """Starts raw unless the setting is `planes`; with `auto` it follows the rates."""
 
     def __init__(self, codec: Codec, *, tried_bytes_per_s: float) -> None:
-        """`tried_bytes_per_s`: of the decoder by a trial, all readers together."""
+        """`tried_bytes_per_s`: the decoder's rate in a trial, all readers together."""
         self._codec = codec
         self._tried_s = 1.0 / tried_bytes_per_s
         self.has_planes = codec is Codec.PLANES
         """Whether the next block is stored in planes."""
         self._disk_s = MovingAverage(weight=_RATE_WEIGHT)
-        """That a byte of a file takes."""
+        """Time per byte of a file."""
         self._decode_s = MovingAverage(weight=_RATE_WEIGHT)
-        """That a byte of a tensor takes."""
+        """Time per byte of a tensor."""
 
     @property
     def decode_bytes_per_s(self) -> float:
-        """By all readers together, a moving average; 0 before anything was decoded."""
+        """Moving average over all readers together; 0 before anything was decoded."""
         return 1.0 / self._decode_s.value if self._decode_s.value else 0.0
 
     def note(self, rates: ReadRates) -> None:
-        """Take in what a read showed."""
+        """Add what a read showed, and choose anew."""
         if rates.disk_bytes_per_s:
             self._disk_s.add(1.0 / rates.disk_bytes_per_s)
         if rates.decode_bytes_per_s:
@@ -76,7 +76,7 @@ class CodecChoice:
 
 
 def try_decoder(*, reader_count: int) -> float:
-    """Return how many bytes of bf16 numbers a second so many readers decode, each with a core of its own.
+    """Return how many bytes of bf16 numbers a second this many readers decode, each on its own core.
 
     Decodes one chunk of normally distributed numbers a few times, which takes some milliseconds.
     """

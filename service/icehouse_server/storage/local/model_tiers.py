@@ -1,7 +1,7 @@
 """Model tiers: the cold tiers of all models on a disk of this machine.
 
-One directory, one manifest and one budget; one thread that owns them and some that read. Blocks of all models
-age together, those of models that are not open too.
+One directory, one manifest and one budget; one thread that owns them, and several that read. Blocks of all
+models age together, also those of models that are not open.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from icehouse_server.storage.storage_settings import StorageSettings
 _log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-"""Longest wait for a message, so that recency is written and a broken disk is retried."""
+"""Longest wait for a message, so that recency gets written and a broken disk is retried."""
 _LOCK_TIMEOUT_S = 5.0
 _READERS_END_S = 1.0
 _POLL_S = 0.1
@@ -50,7 +50,7 @@ class ModelTiers:
         cipher: Cipher | None = None,
         make_tier: Callable[[StorageLoop, ReaderPool, OpenModel], LocalTier] = LocalTier,
     ) -> None:
-        """With a `cipher` every block is encrypted on its way to the disk."""
+        """With a `cipher`, every block is encrypted before it is written."""
         self._settings = settings
         self._make_tier = make_tier
         self._clock = clock
@@ -62,20 +62,20 @@ class ModelTiers:
     def open(
         self, fingerprint: Fingerprint, details: Mapping[str, str], post: Callable[[Outcome], object]
     ) -> LocalTier:
-        """Return the tier of one model; its `start` begins. Any thread; before `start` here too.
+        """Return the tier of one model, to be started by the caller. Any thread, even before `start` here.
 
-        `post` is called on the storage and reader threads and must not block. Raises `StartError` where the
-        fingerprint is open and has not ended.
+        `post` is called on the storage and reader threads and must not block. Raises `StartError` if the
+        fingerprint is already open and has not ended.
         """
         model = OpenModel(fingerprint, details, settings=self._settings, post=post)
         self._loop.models.claim(model)
         return self._make_tier(self._loop, self._readers, model)
 
     def lock(self) -> None:
-        """Make the directory this process's own.
+        """Lock the directory for this process.
 
-        Raises `StartError` naming the owner when it has one already. A disk that refuses for
-        another reason does not stop the start: the tiers begin with writes off and retry.
+        Raises `StartError` naming the owner if another process has it. A disk that refuses for
+        another reason does not stop the start: the tiers begin with writes off, and retry.
         """
         try:
             self._store.lock()
@@ -86,9 +86,9 @@ class ModelTiers:
         """Start the readers and the storage thread, which locks and opens the directory.
 
         Raises what `lock` raises. A disk that does not answer in time does not stop the start: the tiers
-        begin when it does.
+        begin when it answers.
         """
-        # Its thread starts with the first spill.
+        # The executor's thread starts with the first spill.
         self._store.syncs = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage-sync")
         locked: Future[None] = Future()
         self._start_thread("storage", lambda: self._run_loop(locked))
@@ -110,8 +110,8 @@ class ModelTiers:
         self._loop.send(partial(self._loop.close, deadline_time))
 
     def join(self, *, timeout_s: float) -> bool:
-        """Wait for the threads to end after `close`; False when the storage thread hangs or takes longer.
-        Readers that take longer are not waited for: they end with the process."""
+        """Wait for the threads to end after `close`; False if the storage thread hangs or takes longer. Slow
+        readers are not waited for: they end with the process."""
         end_time = self._clock.monotonic() + timeout_s
         for thread in self._threads:
             while thread.is_alive() and self._clock.monotonic() < end_time:
@@ -127,7 +127,7 @@ class ModelTiers:
         self._loop.open()
 
     def step(self) -> bool:
-        """Do one piece of work on the calling thread; False when nothing is left. Only without `start`."""
+        """Do one piece of work on the calling thread; False if none remains. Only without `start`."""
         has_read = self._readers.step()
         return self._loop.step() or has_read
 
@@ -168,7 +168,7 @@ class ModelTiers:
         return True
 
     def _run(self, body: Callable[[], None]) -> None:
-        """The top of each thread: an exception is reported once to all, and the other threads end too."""
+        """Top of each thread: an exception is reported once to all models, and ends the other threads too."""
         try:
             body()
         except Exception as error:

@@ -1,7 +1,7 @@
-"""Open model: what one model has of the storage thread while its blocks are in use.
+"""Open model: the storage thread's state for one model while its blocks are in use.
 
-The engine's thread reserves places in its queues and the storage thread does the rest. Whoever learns that it
-is over says so, once.
+The engine's thread reserves places in its queues, and the storage thread does the rest. The first thread that
+learns of its end reports it, once.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Order:
     ticket: Ticket[Any]
     work: Generator[None, None, Any]
     spill_count: int
-    """The model's blocks accepted before it: they are on SSD, or dropped, before it begins."""
+    """The model's blocks accepted before it, which are on SSD or dropped before it begins."""
     path: str = ""
-    """Of a file that it is to take in; the file goes where it does not."""
+    """The file that it is to adopt, if any; the file is removed if the order fails."""
 
 
 class OpenModel:
@@ -55,38 +55,38 @@ class OpenModel:
         self.order_queue = QueueLimit(settings.task_queue_limit_count)
         self.is_started = False
         self.is_admitted = False
-        """Whether the directory has a place for its blocks."""
+        """Whether the directory has a folder and a row for its fingerprint."""
         self.close_time: float | None = None
-        """Until when its spills are finished (`Clock.monotonic`); None until it is closed."""
+        """Deadline for its spills (`Clock.monotonic`); None until it is closed."""
         self.changed_code: tuple[str, ...] = ()
         self.last_verified: BlockHash | None = None
-        """The last block that was verified; they are verified in the order of their hashes."""
+        """The last verified block; blocks are verified in hash order."""
         self.orders: collections.deque[Order] = collections.deque()
         self.checks: collections.deque[Order] = collections.deque()
         self.adoptions: collections.deque[Order] = collections.deque()
         self.stats_tickets: list[Ticket[CacheStats]] = []
         """Requests for the counters: all get the same copy."""
         self._parts: Iterator[Inventory] = iter(())
-        """Of the inventory, that are yet to be posted."""
+        """Parts of the inventory that have yet to be posted."""
         self._has_begun = False
         self._has_inventory = False
-        """Whether the engine ever got a complete one, and so waits for none."""
+        """Whether the engine has ever got a complete inventory, and so waits for none."""
         self._end = threading.Lock()
-        """Taken by whoever tells the end; never released."""
+        """Acquired by the thread that reports the end; never released."""
         self.ended = threading.Event()
-        """Set when the end was told."""
+        """Set once the end was reported."""
 
     @property
     def is_over(self) -> bool:
         return self._end.locked()
 
     def send(self, outcome: Outcome) -> None:
-        """Post what comes for it, unless it is over. Any thread."""
+        """Post an outcome for this model, unless it is over. Any thread."""
         if not self.is_over:
             self.post(outcome)
 
     def end(self, last: StorageClosed | StorageFailed) -> None:
-        """Post the last outcome, unless another one was it. Any thread."""
+        """Post the last outcome, unless one was posted already. Any thread."""
         if self._end.acquire(blocking=False):
             self.post(last)
             self.ended.set()
@@ -97,7 +97,7 @@ class OpenModel:
         self.step_inventory()
 
     def step_inventory(self) -> bool:
-        """Post the next part; False when there is none."""
+        """Post the next part; False if there is none."""
         part = next(self._parts, None)
         if part is not None:
             self._has_begun = True
@@ -106,9 +106,9 @@ class OpenModel:
         return part is not None
 
     def give_up_inventory(self) -> None:
-        """Say that nothing is stored where a complete inventory never came: requests wait for the last part,
-        and the directory may never be opened again. A later failure leaves the engine's inventory as it is,
-        since files may still be read."""
+        """Report that nothing is stored if a complete inventory never came: requests wait for its last part,
+        and the directory may never be opened again. After a later failure the engine keeps its inventory,
+        since files may still be readable."""
         rest = iter(()) if self._has_inventory else iter([Inventory((), is_first=not self._has_begun)])
         self._parts = rest
         self.step_inventory()
@@ -116,10 +116,10 @@ class OpenModel:
     def stats(self, store: BlockStore, state: StorageState) -> CacheStats:
         """Return a copy of what this thread knows; the engine fills in the rest.
 
-        Reads nothing but the free space, and looks at no more than some thousands of blocks.
+        Reads only the free space from the disk, and looks at no more than some thousands of blocks.
         """
         settings, space, now = store.settings, store.space, store.clock.wall()
-        # The blocks are those of this model; the bytes are those of all models, as is the limit.
+        # Blocks are counted for this model; bytes are those of all models, like the limit.
         tier = store.index.fill(self.counts.tier, self.fingerprint, now=now)
         free_bytes = 0
         with contextlib.suppress(OSError):
@@ -165,13 +165,13 @@ class OpenModel:
 
 
 class OpenModels:
-    """The open models by their fingerprints. Any thread puts one in, the storage thread takes it out."""
+    """The open models by fingerprint. Any thread adds one, the storage thread removes it."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._models: dict[Fingerprint, OpenModel] = {}
         self._last: StorageClosed | StorageFailed | None = None
-        """What all were told when everything ended."""
+        """The last outcome of all models, once everything has ended."""
 
     def __len__(self) -> int:
         return len(self._models)
@@ -180,15 +180,15 @@ class OpenModels:
         return fingerprint in self._models
 
     def __iter__(self) -> Iterator[OpenModel]:
-        # Over a copy: another thread may put one in meanwhile.
+        # Over a copy: another thread may add one meanwhile.
         return iter(list(self._models.values()))
 
     def get(self, fingerprint: Fingerprint) -> OpenModel | None:
         return self._models.get(fingerprint)
 
     def claim(self, model: OpenModel) -> None:
-        """Put a model in. Raises `StartError` where its fingerprint is open already, unless everything has
-        ended: then it will be told so."""
+        """Add a model. Raises `StartError` if its fingerprint is open already, unless everything has ended:
+        then it will be told so."""
         if self._last is None and self._models.setdefault(model.fingerprint, model) is not model:
             raise StartError(
                 Reason.STORE_LOCKED,
@@ -198,17 +198,17 @@ class OpenModels:
             )
 
     def end(self, last: StorageClosed | StorageFailed) -> None:
-        """Tell all, and those that come later, that nothing more comes."""
+        """Report the last outcome to all models, and to those that come later."""
         self._last = last
         for model in self:
             model.end(last)
 
     def end_late(self, model: OpenModel) -> None:
-        """Tell a model the end if everything has ended: nobody works for it any more."""
+        """Report the end to a model if everything has ended: nobody works for it any more."""
         if self._last is not None:
             model.end(self._last)
 
     def end_one(self, model: OpenModel, last: StorageClosed) -> None:
-        """Take a model out and tell it the end. Whoever is told may open it again."""
+        """Remove a model and report its end. Its listener may then open it again."""
         del self._models[model.fingerprint]
         model.end(last)

@@ -1,12 +1,12 @@
 """Reader pool: a few threads that turn load requests into verified bytes in the caller's memory.
 
 A load goes from the engine straight to this pool, never behind a write, and its answer goes straight back.
-The storage thread only gets a report, to count the read and to put damaged files aside. The blocks of one
-load are shared among the readers; the reader that finishes the last block posts the answer.
+The storage thread only gets a report, to count the read and to quarantine damaged files. The readers share
+the blocks of one load; the reader that finishes the last block posts the answer.
 
-A forward pass on the CPU waits for the slowest of its threads, so whatever else runs for 10 ms makes that
-step 10 ms longer. So beside decode reads are rate-limited: a short piece in each of several steps is hardly
-felt, and the load takes longer.
+A forward pass on the CPU waits for its slowest thread, so anything else that runs for 10 ms makes that step
+10 ms longer. So reads are rate-limited during decode: a short piece in each of several steps is hardly
+noticed, and the load takes longer.
 """
 
 from __future__ import annotations
@@ -45,38 +45,38 @@ from icehouse_server.storage.storage_settings import StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
 
 _RATE_WEIGHT = 0.3
-"""Of each load in the moving average, however long it took: a slow one is outweighed by the next three."""
+"""Weight of each load in the moving average, however long it took: the next three outweigh a slow one."""
 _PIECE_S = 0.003
-"""A reader works about so long without a pause. Shorter pieces would wake it more often than decode bears."""
+"""About how long a reader works without a pause. Shorter pieces would wake it too often for decode."""
 
 
 class ReadSchedule:
-    """When readers may work: all together a share of the time, and one at once. Any thread."""
+    """When readers may work: together a share of the time, and only one at once. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next_time = 0.0
 
     def reserve(self, now: float, *, share: float) -> float:
-        """Reserve the next slot, for a piece of work; return how many seconds it is away."""
+        """Reserve the next slot for a piece of work; return how many seconds away it is."""
         with self._lock:
             begin_time = max(now, self._next_time)
             self._next_time = begin_time + _PIECE_S / share
         return begin_time - now
 
     def correct(self, worked_s: float, *, share: float) -> None:
-        """Move later slots by how much longer or shorter a piece was than planned."""
+        """Shift later slots by how much longer or shorter a piece took than planned."""
         with self._lock:
             self._next_time += (worked_s - _PIECE_S) / share
 
     def clear(self) -> None:
-        """Let the next reader work at once: readers leave no cores to others now."""
+        """Let the next reader work at once: readers no longer leave cores to others."""
         with self._lock:
             self._next_time = 0.0
 
 
 class ReadLimiter:
-    """Has one reader wait for its slots while readers leave cores to others. A share of 1 means no limit."""
+    """Makes one reader wait for its slots while readers leave cores to others. A share of 1 is no limit."""
 
     def __init__(
         self,
@@ -87,19 +87,19 @@ class ReadLimiter:
         pause: Callable[[float], object],
         on_piece: Callable[[float], None] = lambda pause_s: None,
     ) -> None:
-        """`share` is asked each time; `on_piece` is called before each piece with the pause before it."""
+        """`share` is called each time; `on_piece` is called before each piece with the pause before it."""
         self._clock = clock
         self._schedule = schedule
         self._share = share
         self._pause = pause
         self._on_piece = on_piece
         self._piece: tuple[float, float] | None = None
-        """When the piece under way began, and with which share."""
+        """When the current piece began, and with which share."""
         self.paused_s = 0.0
         """In total."""
 
     def wait(self) -> None:
-        """Wait for a slot, unless a piece of work is under way and still short."""
+        """Wait for a slot, unless a piece of work is in progress and still short."""
         share = self._share()
         assert 0.0 < share <= 1.0, share
         now = self._clock.monotonic()
@@ -126,7 +126,7 @@ class ReadLimiter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadReport:
-    """A finished read, for the storage thread: it counts it and frees its place in the queue."""
+    """Report of a finished read to the storage thread, which counts it and frees its place in the queue."""
 
     block_count: int = 0
     failures: tuple[Failure, ...] = ()
@@ -135,9 +135,9 @@ class ReadReport:
 
 
 class ReadJob:
-    """A load, or a request for headers, with the readers. The engine may abandon it at any time.
+    """A load, or a request for headers, as the readers see it. The engine may abandon it at any time.
 
-    Each item of the lists is written by the one reader that has that block.
+    Each item of the lists is written only by the reader that has that block.
     """
 
     def __init__(
@@ -151,23 +151,23 @@ class ReadJob:
     ) -> None:
         self.model = model
         self.blocks = blocks
-        """Of a load."""
+        """The blocks of a load."""
         self.target = target
-        """Referenced here alone, so that it is released before the answer."""
+        """Referenced only here, so that it is released before the answer."""
         self.names = names
-        """Of the headers."""
+        """The blocks whose headers are requested."""
         self.ticket: Ticket[Any] = Ticket()
         self.progress_time = clock.monotonic()
         """When it was queued, or a reader last made progress with it (`Clock.monotonic`)."""
         self.has_begun = False
         self.is_abandoned = False
-        """Nobody waits for it any more: what is left of it need not be read."""
+        """Nobody waits for it any more: the rest of it need not be read."""
         self._first = threading.Lock()
-        """Taken by whoever comes first, a reader that begins or the engine that abandons; never released."""
+        """Acquired by the first of two: a reader that begins or the engine that abandons; never released."""
         self.is_shared = False
-        """Set by the first block's reader before others get a part."""
+        """Set by the first block's reader before other readers get a part."""
         self.busy_s = [0.0] * len(blocks)
-        """What reading each block took, without pauses."""
+        """How long each block's read took, without pauses."""
         self.meters = [ReadMeter(clock.monotonic) for _ in blocks]
         """What each block's reader did."""
         self.read_bytes = [0] * len(blocks)
@@ -176,12 +176,12 @@ class ReadJob:
         """One number for each block to finish; the reader that pops 0 is the last."""
 
     def begin(self) -> bool:
-        """Begin reading; False when it was abandoned before any reader had begun."""
+        """Begin reading; False if it was abandoned before any reader had begun."""
         self.has_begun = self._first.acquire(blocking=False)
         return self.has_begun
 
     def abandon(self) -> bool:
-        """Stop waiting for it; True when no reader has begun, so that none will."""
+        """Stop waiting for it; True if no reader has begun, so that none will."""
         self.is_abandoned = True
         return self._first.acquire(blocking=False)
 
@@ -191,7 +191,7 @@ _Work = tuple[ReadJob, int]
 
 
 class ReaderPool:
-    """Reads what is submitted, on `run`'s threads or, step by step, on the caller's."""
+    """Reads what is submitted, on the threads of `run` or, with `step`, on the caller's."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class ReaderPool:
         cipher: Cipher | None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
-        """`pause` waits for so many seconds. The default ends early when the cores are free, or at `stop`."""
+        """`pause` waits for some seconds. The default ends early when the cores are free, or at `stop`."""
         self._settings = settings
         self._schedule = ReadSchedule()
         self._is_stopping = threading.Event()
@@ -211,7 +211,7 @@ class ReaderPool:
         self._has_cores.set()
         self._cores = threading.Lock()
         self._decoding: set[OpenModel] = set()
-        """Models that the readers leave cores to."""
+        """Models to which the readers leave cores."""
         self._pause = pause or self._has_cores.wait
         self._files = files
         self._paths = StorePaths(os.path.abspath(settings.directory))
@@ -221,9 +221,9 @@ class ReaderPool:
         self._rate = MovingAverage(weight=_RATE_WEIGHT)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._jobs: dict[AnyTicket, ReadJob] = {}
-        """Jobs that readers have yet to finish. The engine's thread puts them in."""
+        """Jobs that readers have yet to finish. The engine's thread adds them."""
         self._progress_time = clock.monotonic()
-        """When any reader last made progress with anything."""
+        """When any reader last made progress with any job."""
 
     def submit(
         self,
@@ -240,8 +240,8 @@ class ReaderPool:
         return job.ticket
 
     def silence_s(self, ticket: AnyTicket) -> float:
-        """Return for how long no reader has made progress with a job, or with any job while it is queued; 0
-        when it was answered. Called by the engine's thread, like `abandon` and `hung_count`."""
+        """Return how long no reader has made progress with a job, or with any job while it is queued; 0 once
+        it is answered. Called by the engine's thread, like `abandon` and `hung_count`."""
         job = self._jobs.get(ticket)
         if job is None:
             return 0.0
@@ -249,8 +249,8 @@ class ReaderPool:
         return max(0.0, self._clock.monotonic() - max(job.progress_time, queue_progress_time))
 
     def abandon(self, ticket: AnyTicket) -> None:
-        """Stop waiting for a job. A read under way cannot be stopped: its memory is released when the system
-        returns from the read."""
+        """Stop waiting for a job. A read in progress cannot be stopped: its memory is released when the
+        system returns from the read."""
         job = self._jobs.get(ticket)
         if job is not None and job.abandon():
             del self._jobs[ticket]
@@ -262,8 +262,8 @@ class ReaderPool:
         return sum(job.is_abandoned for job in list(self._jobs.values()))
 
     def leave_cores(self, model: OpenModel, *, to_decode: bool) -> None:
-        """Read at a small share of the time from now on while any model decodes, or at full speed; reads
-        under way too."""
+        """Read at a small share of the time while any model decodes, or at full speed; reads in progress
+        too."""
         with self._cores:
             (self._decoding.add if to_decode else self._decoding.discard)(model)
             if self._decoding and not self._is_stopping.is_set():
@@ -275,19 +275,19 @@ class ReaderPool:
         """Read until `stop`; the body of each reader's thread."""
         while (work := self._work.get()) is not None:
             self._do(work)
-            # While this thread waits for the next one, it must not hold the last one's memory.
+            # While this thread waits for the next job, it must not hold the last one's memory.
             del work
-        # The other readers have to see it too.
+        # The other readers must see it too.
         self._work.put(None)
 
     def stop(self) -> None:
-        """Let the threads end after the reads queued before, without a pause."""
+        """Let the threads end after the reads queued before, without pauses."""
         self._is_stopping.set()
         self._has_cores.set()
         self._work.put(None)
 
     def step(self) -> bool:
-        """Read one block on the calling thread; False when nothing is queued."""
+        """Read one block on the calling thread; False if nothing is queued."""
         work = None if self._work.empty() else self._work.get_nowait()
         if work is not None:
             self._do(work)
@@ -298,7 +298,7 @@ class ReaderPool:
             self._read(work)
 
     def _begin(self, work: _Work) -> bool:
-        """Begin with a block; False when the job was abandoned while it waited."""
+        """Begin with a block; False if the job was abandoned while it waited."""
         job, index = work
         if index == 0 and not job.begin():
             self._report(job.model, ReadReport())
@@ -314,7 +314,7 @@ class ReaderPool:
             self._read_headers(job)
 
     def _note_progress(self, job: ReadJob, *, pause_s: float = 0.0) -> None:
-        """Note that a reader made progress; a pause that it makes for others is no silence of the disk."""
+        """Note that a reader made progress; its pause for others does not count as silence of the disk."""
         job.progress_time = self._progress_time = self._clock.monotonic() + pause_s
 
     def _finish(self, job: ReadJob, outcome: Any | None, report: ReadReport) -> None:
@@ -327,7 +327,7 @@ class ReaderPool:
         self._report(job.model, report)
 
     def _read_headers(self, job: ReadJob) -> None:
-        """Answer with the headers that are sound; damage is found when the others are loaded."""
+        """Answer with the sound headers; damaged blocks are found when they are loaded."""
         headers = []
         for name in job.names:
             if job.is_abandoned:
@@ -374,7 +374,7 @@ class ReaderPool:
         except MemoryError:
             failed = Damage.MEMORY, "No memory to read it into"
         except OSError as error:
-            # Only a close can raise it here, after the bytes were read: the medium is not to be trusted.
+            # Only closing can raise it here, after the bytes were read: the medium is not to be trusted.
             failed = Damage.IO, f"{path}: {error}"
         if failed is not None:
             job.results[index] = Failure(*failed, planned.header.hash, checksum)
@@ -387,7 +387,7 @@ class ReaderPool:
         return 1.0 if self._has_cores.is_set() else self._settings.share_beside_decode
 
     def _share_out(self, job: ReadJob) -> None:
-        """The first block is there: let all readers read the others."""
+        """Let all readers read the other blocks, now that the first one is open."""
         job.is_shared = True
         for index in range(1, len(job.blocks)):
             self._work.put((job, index))
@@ -396,12 +396,12 @@ class ReaderPool:
         job.target = None
         failures = tuple(result for result in job.results if isinstance(result, Failure))
         if job.is_abandoned:
-            # Damage is reported all the same.
+            # Damage is reported nevertheless.
             self._finish(job, None, ReadReport(failures=failures))
             return
         loaded = tuple(_leading_blocks(job.results))
         read_bytes = sum(job.read_bytes[: len(loaded)])
-        # What it would have taken by itself and at full speed: other loads are read in between.
+        # The time it would have taken alone and at full speed: other loads are read in between.
         reader_count = min(self._settings.reader_thread_count, len(job.busy_s))
         busy_s = sum(job.busy_s) / reader_count
         rate = self._rate.add(read_bytes / busy_s) if busy_s and read_bytes else self._rate.value
@@ -413,7 +413,7 @@ class ReaderPool:
 
 
 def _rates_of(meters: Sequence[ReadMeter], reader_count: int) -> ReadRates:
-    """Return the rates of what so many readers did together."""
+    """Return the rates of what these readers did together."""
     disk_s = sum(meter.disk_s for meter in meters) / reader_count
     decode_s = sum(meter.decode_s for meter in meters) / reader_count
     return ReadRates(

@@ -1,7 +1,7 @@
-"""Spiller: the queue of blocks to write, and the commit of the first. Every accepted one gets one outcome.
+"""Spiller: the queue of blocks to write, and the commit of the first. Each accepted block gets one outcome.
 
-While the disk makes the first one's file durable, the second one's is written: hashing and writing a
-block take about as long as waiting for it.
+While the disk makes the first block's file durable, the second block's file is written: hashing and writing
+a block take about as long as waiting for it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from icehouse_server.storage.local.storage_state import StorageState, StoreStatu
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Spill:
-    """A block to persist. Its bytes in the queue are freed with the outcome."""
+    """A block to persist. Its outcome frees its bytes in the queue."""
 
     model: OpenModel
     ticket: Ticket[Persisted]
     block: HostBlock
     request_id: RequestId | None
-    """Whose work made the block leave RAM."""
+    """The request that made the block leave RAM."""
     pin_end_time: float
-    """It is inserted as pinned until then, so that it is never evicted before its pin."""
+    """The block is inserted with this pin, so that it cannot be evicted before it is pinned."""
 
 
 class Spiller:
@@ -70,14 +70,14 @@ class Spiller:
         self._spills.append(request)
 
     def refuse(self, request: Spill) -> None:
-        """Drop one for which nothing could be reserved."""
+        """Drop a block for which nothing could be reserved."""
         model, cause = request.model, SpillDropCause.NO_CREDIT
         model.counts.spill.accepted_block_total += 1
         model.counts.drops[cause] += 1
         self._finish_ticket(model, request.ticket, Failure(cause, hash=request.block.header.hash))
 
     def pin(self, hashes: Collection[BlockHash], end_time: float) -> set[BlockHash]:
-        """Pin or unpin those of these blocks that are queued, and return their names."""
+        """Pin or unpin the queued ones among these blocks, and return their names."""
         queued = [spill for spill in self._spills if spill.block.header.hash in hashes]
         for spill in queued:
             spill.pin_end_time = pin_end_time(spill.pin_end_time, end_time)
@@ -86,7 +86,7 @@ class Spiller:
     def step(self) -> None:
         """Do the next step for the first spill: evict a batch for it, write it, commit it or drop it.
 
-        Raises `OSError` or `sqlite3.Error` when the disk is broken and not merely full.
+        Raises `OSError` or `sqlite3.Error` if the disk is broken and not just full.
         """
         if self._writings:
             self._write_ahead()
@@ -107,21 +107,21 @@ class Spiller:
             self._store.undo(self._writings.pop())
 
     def drop_all(self, cause: SpillDropCause) -> None:
-        """Commit what is written, and drop everything else in the queue. Raises as `step` does."""
+        """Commit the files being written, and drop everything else in the queue. Raises like `step`."""
         while self._writings:
             self._commit_first()
         while self._spills:
             self._drop(self._spills[0], cause)
 
     def drop_of(self, model: OpenModel, cause: SpillDropCause) -> None:
-        """Commit what is written of one model, and drop everything else of it. Raises as `step` does."""
+        """Commit one model's files being written, and drop everything else of it. Raises like `step`."""
         while any(spill.model is model for spill in islice(self._spills, len(self._writings))):
             self._commit_first()
         while (spill := next((each for each in self._spills if each.model is model), None)) is not None:
             self._drop(spill, cause)
 
     def _finish_stored(self, spill: Spill) -> None:
-        """The first spill is stored already: pin it if it is to be."""
+        """Finish the first spill, which is stored already; pin the block if requested."""
         name = spill.block.header.hash
         if spill.pin_end_time != NOT_PINNED:
             try:
@@ -150,14 +150,14 @@ class Spiller:
             if reclaimed is Reclaim.READY:
                 self._writings.append(self._store.begin(prepared))
         except (OSError, sqlite3.Error) as error:
-            # Where rows could not be deleted, nothing was.
+            # If rows could not be deleted, no block was evicted.
             self._refused(spill, error, size_bytes)
             return
         if reclaimed is Reclaim.FULL:
             self._drop(spill, SpillDropCause.DISK_FULL)
 
     def _write_ahead(self) -> None:
-        """Write the second spill's file if nothing stands in its way; what does is handled in its turn."""
+        """Write the second spill's file if nothing prevents it; obstacles are handled when its turn comes."""
         if len(self._spills) < 2:
             return
         block = self._spills[1].block
@@ -165,7 +165,7 @@ class Spiller:
             return
         prepared = self._prepare(block)
         is_allowed = self._store.space.budget_allows(prepared.file_bytes, now_time=self._clock.wall())
-        # The first one's row is not inserted yet, and may make the manifest grow.
+        # The first block's row is not inserted yet, and may make the manifest grow.
         if not (is_allowed and self._store.has_space(prepared.file_bytes + GROWTH_ALLOWANCE_BYTES)):
             return
         try:
@@ -185,7 +185,7 @@ class Spiller:
             return
         now = self._clock.monotonic()
         self._state.note_write()
-        # The next one was written meanwhile: the time that both took together is counted once.
+        # The next block was written meanwhile: the time that both took together is counted once.
         own_s = now - max(writing.began, self._finished_time)
         self._finished_time = now
         self._state.write_bytes_per_s = self._rate.add_rate(size_bytes, elapsed_s=own_s)
@@ -195,11 +195,11 @@ class Spiller:
         self._finish(spill, Persisted(record, spill.request_id, writing.start_time, now - writing.began))
 
     def _refused(self, spill: Spill, error: OSError | sqlite3.Error, size_bytes: int) -> None:
-        """Free space on a full disk; on a broken one, drop the first spill and raise."""
+        """Free space on a full disk; on a broken disk, drop the first spill and raise."""
         if not self._is_full(error):
             self._drop(spill, SpillDropCause.WRITE_FAILED)
             raise error
-        # The disk is full before the limits said so: evict and retry once, then stop writing.
+        # The disk is full before our limits were reached: evict and retry once, then stop writing.
         if not self._has_retried:
             self._has_retried = True
             try:
@@ -218,7 +218,7 @@ class Spiller:
         self._drop(spill, SpillDropCause.DISK_FULL)
 
     def _is_full(self, error: OSError | sqlite3.Error) -> bool:
-        """Return whether there is no space. SQLite calls an exhausted quota an input or output error."""
+        """Return whether there is no space. SQLite reports an exhausted quota as an I/O error."""
         kind = classify(error)
         if kind is DiskErrorKind.REFUSED and isinstance(error, sqlite3.Error):
             return self._store.ballast.is_disk_full()

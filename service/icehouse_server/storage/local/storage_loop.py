@@ -1,11 +1,11 @@
 """Storage loop: one inbox, one small piece of work at a time.
 
-Owns the `BlockStore`. A step empties the inbox, then does one piece of what is due: a spill or a
+It owns the `BlockStore`. A step empties the inbox, then does one piece of work that is due: a spill or a
 batch of evictions for it, a batch of an ordered removal, one file of a verify, upkeep (recency, a
-slice of the deferred scan). They take turns, and so do the open models, so that none waits for another
-one's queue to empty; an order waits only for its model's spills accepted before it. Reads never wait
-here (see `reader_pool`). Nothing the disk does ends the loop: after a failure nothing is written, and
-the directory is opened anew at the next retry.
+slice of the deferred scan). These take turns, and so do the open models, so that none waits for the queue
+of another to empty; an order waits only for its model's spills accepted before it. Reads never wait
+here (see `reader_pool`). No disk error ends the loop: after a failure nothing is written, and
+the directory is reopened at the next retry.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from icehouse_server.storage.local.storage_state import StorageState, StoreStatu
 _log = logging.getLogger(__name__)
 
 _UPKEEP_S = 5.0
-"""Recency is written at most this often; a crash loses no more of it."""
+"""Recency is written at most this often; a crash loses no more than this much of it."""
 _INVENTORY_PART_COUNT = 2048
-"""Blocks sent to the engine at a time: some milliseconds of the inference thread."""
+"""Blocks posted to the engine at a time: some milliseconds of the inference thread."""
 _DEFERRED_SLICE_COUNT = 64
-"""Files looked at per idle step after a clean start."""
+"""Files checked per idle step after a clean start."""
 
 
 Call = Callable[[], object]
-"""What comes through the inbox: a method of the loop with its arguments."""
+"""A message of the inbox: a method of the loop with its arguments."""
 _Result = TypeVar("_Result")
 
 
@@ -73,25 +73,25 @@ class StorageLoop:
         self._turns: collections.deque[Callable[[], bool]] = collections.deque(
             (self._step_upkeep, self._step_inventories, self._step_spill)
         )
-        """What may do the next piece; the last one to have had its turn is at the end."""
+        """Functions that may do the next piece; the last to have had its turn is at the end."""
         self._model_turns: dict[OpenModel, list[partial[bool]]] = {}
-        """Of the models that this thread works for."""
+        """The turns of the models that this thread works for."""
         self._close_time: float | None = None
-        """Until when spills are finished (`Clock.monotonic`); None until `close`."""
+        """Deadline for spills (`Clock.monotonic`); None until `close`."""
         self._deferred: Iterator[BlockHash] = iter(())
         self._piece_time: float | None = None
-        """When the piece of work under way began (`Clock.monotonic`); None between two. Others read it."""
+        """When the current piece of work began (`Clock.monotonic`); None between two. Any thread reads it."""
         self._upkeep_time = self._clock.monotonic()
 
     @property
     def silence_s(self) -> float:
-        """For how long this thread has been at one piece of work; 0 while it waits for some. Any thread."""
+        """How long this thread has been at one piece of work; 0 while it waits for work. Any thread."""
         began_time = self._piece_time
         return 0.0 if began_time is None else self._clock.monotonic() - began_time
 
     @contextlib.contextmanager
     def piece(self) -> Iterator[None]:
-        """Do a piece of work in the block, so that others can see how long the disk blocks this thread."""
+        """Mark the block as one piece of work, so that others see how long the disk blocks this thread."""
         outer_time, self._piece_time = self._piece_time, self._clock.monotonic()
         try:
             yield
@@ -99,7 +99,7 @@ class StorageLoop:
             self._piece_time = outer_time
 
     def send(self, call: Call) -> None:
-        """Have the storage thread call this after what was sent before. Any thread."""
+        """Have the storage thread make this call after those sent before. Any thread."""
         self._inbox.put(call)
 
     def open(self) -> None:
@@ -124,7 +124,7 @@ class StorageLoop:
             self._announce_gone()
 
     def attach(self, model: OpenModel) -> None:
-        """Begin to work for a model, with its inventory; that comes when the directory was opened."""
+        """Begin to work for a model; its inventory is posted once the directory is open."""
         if model in self._model_turns or model.is_over:
             return
         self._register(model)
@@ -149,8 +149,8 @@ class StorageLoop:
             self._turns.extend(turns)
 
     def _admit_all(self) -> None:
-        """Make a place for the blocks of each model that has none. Where there is no space for that, nobody
-        writes until there is; raises `OSError` or `sqlite3.Error` for another refusal."""
+        """Make a place for the blocks of each model that has none. If there is no space for it, nothing is
+        written until there is; raises `OSError` or `sqlite3.Error` for other errors."""
         for model in self._model_turns:
             if model.is_admitted:
                 continue
@@ -195,15 +195,15 @@ class StorageLoop:
             )
 
     def _inventory_parts(self, model: OpenModel) -> Iterator[Inventory]:
-        """Yield what is stored; of a large tier in parts, each looked up when its turn comes."""
+        """Yield the inventory; for a large tier in parts, each looked up when its turn comes."""
         records = self.store.index.by_recency(model.fingerprint)
         if len(records) > _INVENTORY_PART_COUNT:
-            # The engine finds the owner of a block in the block before it.
+            # The engine finds the owner of a block through the block before it.
             records.sort(key=lambda record: record.start_token_index)
         names = [record.hash for record in records]
         for start in range(0, max(len(names), 1), _INVENTORY_PART_COUNT):
             stop = start + _INVENTORY_PART_COUNT
-            # What left meanwhile was announced already.
+            # Blocks that left meanwhile were announced already.
             part = map(self.store.index.get, names[start:stop])
             stored = tuple(record for record in part if record is not None)
             rates = self.store.rates.get(model.fingerprint)
@@ -213,14 +213,14 @@ class StorageLoop:
         return any(model.step_inventory() for model in self._model_turns)
 
     def wait(self, timeout_s: float) -> None:
-        """Handle the next message, or return when none comes in time."""
+        """Handle the next message, or return if none comes in time."""
         with contextlib.suppress(queue.Empty):
             call = self._inbox.get(timeout=timeout_s)
             with self.piece():
                 call()
 
     def step(self) -> bool:
-        """Empty the inbox and do one piece of work; False when there is nothing left to do now."""
+        """Empty the inbox and do one piece of work; False if none remains for now."""
         with self.piece():
             while not self._inbox.empty():
                 self._inbox.get_nowait()()
@@ -247,7 +247,7 @@ class StorageLoop:
                 self._give_up_orders(model)
             return self._step_spill()
         for _ in range(len(self._turns)):
-            # Rotated before it is called: one that raises has had its turn too.
+            # Rotated before the call: a function that raises has had its turn too.
             self._turns.rotate(-1)
             if self._turns[-1]():
                 return True
@@ -264,13 +264,13 @@ class StorageLoop:
         if now - self._upkeep_time >= _UPKEEP_S:
             self._upkeep_time = now
             self.store.maintain()
-        # After a clean start, look at a few files until all have been looked at.
+        # After a clean start, check a few files at a time until all have been checked.
         hashes = list(islice(self._deferred, _DEFERRED_SLICE_COUNT))
         for block_hash in self.store.check_rows(hashes):
             _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
         return bool(hashes)
 
-    # What comes through the inbox.
+    # Messages of the inbox.
 
     def touch(self, model: OpenModel, blocks: Names) -> None:
         """Note that these blocks were used now, in this order."""
@@ -278,13 +278,13 @@ class StorageLoop:
         self.store.touch(blocks)
 
     def demote(self, model: OpenModel, blocks: Names) -> None:
-        """Make these blocks the next to go, the last one first."""
+        """Make these blocks the next to be evicted, the last one first."""
         model.order_queue.release(1)
         for block in blocks:
             self.store.index.demote(block)
 
     def keep_rates(self, model: OpenModel, rates: LearnedRates) -> None:
-        """Keep what was learned of a model's speed."""
+        """Keep a model's learned rates."""
         model.order_queue.release(1)
         self.store.keep_rates(model.fingerprint, rates)
 
@@ -296,8 +296,8 @@ class StorageLoop:
         *,
         is_check: bool = False,
     ) -> None:
-        """Do an order, after the spills accepted before it. A check removes nothing that is sound and may
-        take very long; other orders do not wait for it."""
+        """Queue an order, to be done after the spills accepted before it. A check removes no sound block and
+        may take very long; other orders do not wait for it."""
         orders = model.checks if is_check else model.orders
         orders.append(Order(ticket, work, model.counts.spill.accepted_block_total))
 
@@ -308,8 +308,8 @@ class StorageLoop:
         work: Generator[None, None, Persisted | Purged | Failure],
         path: str,
     ) -> None:
-        """Take in a block's file, which goes where nothing comes of it, or remove what was taken in. A
-        request waits for it, so it waits for no spill."""
+        """Adopt a block's file, which is removed if that fails, or remove an adopted block. A request waits
+        for this, so it waits for no spill."""
         model.adoptions.append(Order(ticket, work, spill_count=0, path=path))
         if model not in self._model_turns:
             self._give_up_orders(model)
@@ -323,7 +323,7 @@ class StorageLoop:
         self._close_time = deadline_time
 
     def pin(self, model: OpenModel, ticket: Ticket[Names], blocks: Names, end_time: float) -> None:
-        """Pin or unpin, and return what is not there any more; fails where the disk refuses."""
+        """Pin or unpin; return blocks that are neither stored nor queued. Fails if the disk refuses."""
         model.order_queue.release(1)
         outcome: Names | None = None
         if self.state.is_usable:
@@ -351,7 +351,7 @@ class StorageLoop:
                     self.store.retire(failure)
 
     def _step_order(self, model: OpenModel, orders: collections.deque[Order]) -> bool:
-        """Do a piece of the first order; False when there is none, or spills before it are not finished."""
+        """Do a piece of the first order; False if there is none, or spills before it are not finished."""
         if not orders or model.counts.finished_spill_total < orders[0].spill_count:
             return False
         outcome: Any = None
@@ -396,7 +396,7 @@ class StorageLoop:
                 self._finish(model, ticket, stats)
 
     def _retry(self, now: float) -> None:
-        """Check whether the disk takes writes again; open the directory anew when it was given up."""
+        """Check whether the disk takes writes again; reopen the directory if it was given up."""
         if self.state.status is not StoreStatus.FULL:
             self.store.abandon()
             self.store.unlock()
@@ -437,7 +437,7 @@ class StorageLoop:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Stop writing when the disk refuses what is done in the block."""
+        """Stop writing if the disk refuses an operation in the block."""
         try:
             yield
         except (OSError, sqlite3.Error) as error:
@@ -445,7 +445,7 @@ class StorageLoop:
 
     def _fail(self, error: OSError | sqlite3.Error | StartError, *, is_harmless: bool = False) -> None:
         """Stop writing. If only the manifest has no space, or a failure `is_harmless`, nothing is lost. After
-        any other one rows and memory may differ, so the directory is given up until it is opened anew."""
+        any other failure rows and memory may differ, so the directory is given up until it is reopened."""
         now = self._clock.monotonic()
         is_full = classify(error) is DiskErrorKind.FULL
         reason = "Disk is full" if is_full else "Disk refused"
@@ -476,8 +476,8 @@ class StorageLoop:
                 model.send(Evicted(tuple(gone)))
 
     def _finish(self, model: OpenModel, ticket: Ticket[_Result], outcome: _Result | Failure) -> None:
-        """Post a ticket with its outcome, after what left the disk before: a block of the same name may be
-        stored again, and the engine must forget blocks before it reports that they are gone."""
+        """Post a ticket with its outcome, after announcing which blocks left the disk: one may be stored
+        again under its name, and the engine must forget blocks before it reports that they are gone."""
         self._announce_gone()
         ticket.finish(outcome)
         model.send(ticket)

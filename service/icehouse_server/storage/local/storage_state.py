@@ -1,6 +1,6 @@
 """Storage state: whether the storage thread may write, and how much waits to be written.
 
-The storage thread checks `status` alone to know whether there is a directory to work in. Times are
+`status` alone tells the storage thread whether it has a directory to work in. Times are
 `Clock.monotonic`.
 """
 
@@ -19,10 +19,10 @@ _LAST_RETRY_S = 60.0
 
 
 class QueueLimit:
-    """Units (bytes or messages) reserved by the engine's thread and released by the storage thread, unlocked.
+    """Units (bytes or messages) that the engine's thread reserves and the storage thread releases, lock-free.
 
-    Each counter is written by exactly one thread and only ever grows. The other thread reads it, perhaps a
-    moment late; then the bound is too strict, never too loose.
+    Each counter is written by exactly one thread and only ever grows. The other thread may read a slightly
+    old value; then the bound is too strict, never too loose.
     """
 
     def __init__(self, limit: int) -> None:
@@ -39,7 +39,7 @@ class QueueLimit:
         return self.limit - self.used
 
     def try_reserve(self, units: int) -> bool:
-        """Reserve units, or none when that would pass the limit. The engine's thread only."""
+        """Reserve units, or none if that would exceed the limit. The engine's thread only."""
         if units > self.free:
             return False
         self._reserved_total += units
@@ -56,20 +56,20 @@ class StoreStatus(enum.Enum):
 
     OPEN = enum.auto()
     FULL = enum.auto()
-    """Everything but writing blocks: there is no space for them."""
+    """Everything except writing blocks: there is no space for them."""
     BROKEN = enum.auto()
-    """Nothing: rows and memory may differ, so it is opened anew at the next retry."""
+    """Nothing: rows and memory may differ, so it is reopened at the next retry."""
     CLOSED = enum.auto()
-    """Nothing: it was not opened yet, or will not be again."""
+    """Nothing: it is not open yet, or will not be again."""
 
 
 class StorageState:
-    """The status and how it changes, and what all models' writes and reads have in common."""
+    """The status and its changes, and the state that all models' writes and reads share."""
 
     def __init__(self, settings: StorageSettings) -> None:
         self.status = StoreStatus.CLOSED
         self.detail = ""
-        """What is wrong and what would help; for callers too, so it names no path."""
+        """What is wrong and what would help; callers see it too, so it names no path."""
         self.needed_bytes = 0
         """Free space above the floor that ends FULL."""
         self._retry_time = 0.0
@@ -77,7 +77,7 @@ class StorageState:
         self.spill_queue = QueueLimit(settings.spill_queue_limit_bytes)
         """Bytes of all models' blocks to be written."""
         self.write_bytes_per_s = 0.0
-        """Of the recent blocks, whoever's they were."""
+        """Moving average over the recent blocks of all models."""
         self.codec = CodecChoice(
             settings.codec, tried_bytes_per_s=try_decoder(reader_count=settings.reader_thread_count)
         )
@@ -100,16 +100,16 @@ class StorageState:
         self.status, self.detail, self.needed_bytes = StoreStatus.CLOSED, "", 0
 
     def note_write(self) -> None:
-        """Note a success: the next failure is a new one."""
+        """Note a success, so that the next failure starts with the shortest wait."""
         self._retry_s = _FIRST_RETRY_S
 
     def is_retry_due(self, *, now: float) -> bool:
-        """Whether it is time to check whether the disk has recovered."""
+        """Return whether it is time to check if the disk has recovered."""
         return self.status in (StoreStatus.FULL, StoreStatus.BROKEN) and now >= self._retry_time
 
     def fail(self, status: StoreStatus, detail: str, *, now: float, needed_bytes: int = 0) -> None:
-        """Note that the directory is FULL until so many bytes are free, or was given up as BROKEN, and retry
-        later; every further failure doubles the wait up to a minute."""
+        """Note that the directory is FULL until `needed_bytes` are free, or was given up as BROKEN, and retry
+        later; every further failure doubles the wait, up to a minute."""
         self.status, self.detail, self.needed_bytes = status, detail, needed_bytes
         self._retry_time = now + self._retry_s
         self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)

@@ -1,6 +1,6 @@
 """Local tier: the cold tier of one model on a disk of this machine; `ModelTiers` opens it.
 
-The engine's thread calls the methods; what is posted comes on the storage and reader threads and
+The engine's thread calls the methods; outcomes are posted on the storage and reader threads, and posting
 must not block. Every queue is bounded: blocks to be written by bytes, reads and orders by count. A call
 that finds its queue full returns so and changes nothing.
 """
@@ -52,14 +52,14 @@ _POLL_S = 0.1
 
 
 class LocalTier:
-    """A `ColdTier`: what a model asks of the storage thread and the readers, which serve other models too.
+    """A `ColdTier`: one model's access to the storage thread and the readers, which serve other models too.
 
     The first outcome after `start` is `Inventory`, the last one `StorageClosed` (after `close`, or when the
     directory is closed) or `StorageFailed`.
 
     A disk may hang for ever, and nothing can end a thread that waits for it: `silence_s`, `hung_read_count`
-    and `stall_s` report that of all models together, `abandon` gives up on a read, and every wait here has a
-    bound.
+    and `stall_s` report that for all models together, `abandon` gives up on a read, and every wait here is
+    bounded.
     """
 
     def __init__(self, loop: StorageLoop, readers: ReaderPool, model: OpenModel) -> None:
@@ -71,14 +71,14 @@ class LocalTier:
         self._clock = loop.store.clock
 
     def start(self) -> None:
-        """Begin; the inventory is posted when the directory is open."""
+        """Begin; the inventory is posted once the directory is open."""
         self._model.is_started = True
         self._loop.send(partial(self._loop.attach, self._model))
         self._loop.models.end_late(self._model)
 
     def close(self, *, deadline_time: float) -> None:
         """Finish this model's spills until the deadline (`Clock.monotonic`), then end it; the other models
-        go on. When it has ended, its fingerprint may be opened again."""
+        continue. After its end, its fingerprint may be opened again."""
         self._readers.leave_cores(self._model, to_decode=False)
         self._loop.send(partial(self._loop.close_model, self._model, deadline_time))
         self._loop.models.end_late(self._model)
@@ -93,8 +93,8 @@ class LocalTier:
 
     @property
     def queue_space_bytes(self) -> int:
-        """Of the queue that all models share. Where several are open, one may hold no more than it leaves
-        free: so none takes more than half, and the next one always finds a part of what is left."""
+        """Space in the queue that all models share. If several models are open, each may use at most as much
+        as it leaves free: so none takes more than half, and the next always finds some of the rest."""
         free_bytes = self._state.spill_queue.free
         if len(self._loop.models) > 1:
             free_bytes -= self._model.spill_queue.used
@@ -118,8 +118,8 @@ class LocalTier:
         size_bytes = block.size_bytes + OVERHEAD_BYTES
         ticket: Ticket[Persisted] = Ticket()
         spill = Spill(self._model, ticket, block, request_id, pin_end_time)
-        # Not by its own share: that may have become smaller since the caller asked. Where another model has
-        # filled the queue since, while this block was being copied, it is dropped.
+        # Not limited by its own share, which may have shrunk since the caller asked. If another model filled
+        # the queue while this block was being copied, the block is dropped.
         if self._state.spill_queue.try_reserve(size_bytes):
             self._model.spill_queue.try_reserve(size_bytes)
             self._loop.send(partial(self._loop.spiller.add, spill))
@@ -139,10 +139,10 @@ class LocalTier:
         return self._readers.submit(self._model, names=blocks)
 
     def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
-        """There is nobody to ask."""
+        """Return None: there is no store to ask."""
 
     def fetch(self, blocks: Names) -> Ticket[Fetched] | None:
-        """There is nobody to ask."""
+        """Return None: there is no store to ask."""
 
     def touch(self, blocks: Names) -> bool:
         return self._note(self._loop.touch, blocks)
@@ -158,11 +158,11 @@ class LocalTier:
         return self._order(lambda ticket: self._loop.begin(self._model, ticket, work))
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
-        """With None also those of models that are not open: nobody else looks at them."""
+        """With None, includes blocks of models that are not open: nobody else verifies them."""
         return self._check(_verify(self._loop, self._model, blocks))
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
-        """Also of models that are not open."""
+        """Includes blocks of models that are not open."""
         return self._check(_list_all(self._loop, self._model, block_limit))
 
     def keep_rates(self, rates: LearnedRates) -> bool:
@@ -196,7 +196,7 @@ class LocalTier:
         return is_reserved
 
     def _order(self, carry_out: Callable[[Ticket[_Result]], None]) -> Ticket[_Result] | None:
-        """Have the storage thread do something for a ticket; None when too much is queued."""
+        """Have the storage thread do something for a ticket; None if too much is queued."""
         if not self._model.order_queue.try_reserve(1):
             return None
         ticket: Ticket[_Result] = Ticket()
@@ -204,13 +204,13 @@ class LocalTier:
         return ticket
 
     def _adopt(self, ticket: Ticket[Persisted], file: BlockFile, path: str) -> None:
-        """Take in the durable, verified file of a block, or remove it; any thread. The caller bounds how many
+        """Adopt the durable, verified file of a block, or remove it; any thread. The caller bounds how many
         at once."""
         work = _adopt(self._store, self._state, file, path)
         self._loop.send(partial(self._loop.adopt, self._model, ticket, work, path))
 
     def _discard(self, ticket: Ticket[Any], block: BlockHash) -> None:
-        """Remove a block that was taken in, pinned or not; any thread."""
+        """Remove an adopted block, pinned or not; any thread."""
         work = _purge(self._store, (block,))
         self._loop.send(partial(self._loop.adopt, self._model, ticket, work, ""))
 
@@ -228,7 +228,7 @@ def _purge(store: BlockStore, names: Names) -> Generator[None, None, Purged]:
     for start in range(0, len(stored), _PURGE_BATCH_COUNT):
         if start:
             yield
-        # Looked up now: what was replaced meanwhile is removed too, what is gone is gone.
+        # Looked up only now: a block replaced meanwhile is removed too, one that is gone is skipped.
         records = map(store.index.get, stored[start : start + _PURGE_BATCH_COUNT])
         batch = [record for record in records if record is not None]
         store.remove(batch)
@@ -242,7 +242,7 @@ def _purge(store: BlockStore, names: Names) -> Generator[None, None, Purged]:
 def _adopt(
     store: BlockStore, state: StorageState, file: BlockFile, partial: str
 ) -> Generator[None, None, Persisted | Failure]:
-    """Make space for a file and commit it, under the limits of spills. It is gone where this fails."""
+    """Make space for a file and commit it, within the limits for spills. Removes the file if that fails."""
     name, size_bytes = file.outline.hash, file.file_bytes
     stored = store.index.get(name)
     if stored is not None and all(stored.region_bytes(region.kind) for region in file.regions):
@@ -267,14 +267,14 @@ def _adopt(
 
 
 def _own_or_nobodys(loop: StorageLoop, model: OpenModel) -> Iterator[BlockHash]:
-    """Yield the blocks of a model, and those of models that are not open."""
+    """Yield the blocks of this model, and those of models that are not open."""
     for record in loop.store.index:
         if record.fingerprint == model.fingerprint or record.fingerprint not in loop.models:
             yield record.hash
 
 
 def _verify(loop: StorageLoop, model: OpenModel, names: Names | None) -> Generator[None, None, Verified]:
-    """Read and hash one file at a time and compare it with its row; None: all of them."""
+    """Read and hash one file at a time and compare it with its row; None means all of them."""
     store, integrity = loop.store, model.counts.integrity
     checked_count = checked_bytes = 0
     damaged: list[Failure] = []
@@ -287,7 +287,7 @@ def _verify(loop: StorageLoop, model: OpenModel, names: Names | None) -> Generat
         model.last_verified = name
         failure = _verify_block(store, record)
         if failure is not None and failure.cause is Damage.MEMORY:
-            continue  # the file may be whole
+            continue  # the file may be sound
         checked_count += 1
         checked_bytes += record.file_bytes
         integrity.verified_block_total += 1
@@ -299,7 +299,7 @@ def _verify(loop: StorageLoop, model: OpenModel, names: Names | None) -> Generat
 
 
 def _list_all(loop: StorageLoop, model: OpenModel, block_limit: int) -> Generator[None, None, Names]:
-    """Return the stored names in the order of hashes, beginning behind the last one verified. One piece."""
+    """Return the stored names in hash order, starting after the last one verified. Done in one piece."""
     yield from ()
     hashes = sorted(_own_or_nobodys(loop, model))
     start = 0 if model.last_verified is None else bisect.bisect_right(hashes, model.last_verified)
@@ -311,7 +311,7 @@ def _verify_block(store: BlockStore, record: BlockRecord) -> Failure | None:
     try:
         file = verify_block(store.files, path, cipher=store.cipher)
         if not record.is_of(file):
-            # If it was replaced and its row could not be written, the row is written now.
+            # If the file was replaced but its row could not be written, the row is written now.
             store.check_rows([record.hash])
             record = store.index.get(record.hash) or record
         store.manifest.check(record, file)

@@ -1,1 +1,1 @@
-"""Object store behind the SSD tier, shared by servers: what one computed, another one fetches."""
+"""Object store beyond the SSD tier, shared by servers: what one computed, another one fetches."""

@@ -1,9 +1,9 @@
-"""Fetcher: how far a chain goes in the object store, and its blocks from there into the SSD tier.
+"""Fetcher: finds how far the object store has a chain, and fetches its blocks into the SSD tier.
 
-Runs on the traffic's event loop. A lookup has a deadline, each read a limit of silence, and a store that
-failed is not asked for a while; whatever goes wrong, a request misses and is computed. An object is written
-to a file of its own, checked as a restored block is, and only then the storage thread's. One that is not the
-block of its name is not read again until this server has stored it anew.
+Runs on the traffic's event loop. A lookup has a deadline, each read a silence limit, and a store that failed
+is not asked for a while; whatever goes wrong, a request only misses and is computed. An object is written to
+its own file and checked like a restored block; only then the storage thread gets it. An object that is not
+the block it is named for is not read again until this server has stored it anew.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 
 _HEAD_COUNT = 32
 _GET_COUNT = 8
-"""Requests at once. A read has some MiB in memory."""
+"""Most concurrent requests. A read holds a few MiB in memory."""
 _ABSENT_S = 10.0
-"""For how long a name that was not there is not asked for again."""
+"""How long an absent name is not asked for again."""
 _RATE_WEIGHT = 0.3
 _LEAST_FETCHES = 3
-"""Fewer are not enough to go by."""
+"""Fewer fetches give no reliable rate."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -47,12 +47,12 @@ class FetchJob:
     """A lookup or fetch that the engine waits for."""
 
     progress_time: float
-    """When something of it came (`Clock.monotonic`)."""
+    """When something last arrived for it (`Clock.monotonic`)."""
     is_abandoned: bool = False
 
 
 class Fetcher:
-    """Lookups and fetches. `may_ask` on any thread, all else on the event loop."""
+    """Lookups and fetches. `may_ask` on any thread, everything else on the event loop."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Fetcher:
         adopt: Callable[[BlockFile, str], Awaitable[bool]],
         offload: Callable[..., Awaitable[Any]],
     ) -> None:
-        """`adopt` gives a checked file to the storage thread and says whether it became a block; `offload`
+        """`adopt` gives a checked file to the storage thread and returns whether it became a block; `offload`
         calls a function that may take long."""
         self.store = store
         self.folder = folder
@@ -77,11 +77,11 @@ class Fetcher:
         self.breaker = Breaker(clock)
         self._absent = RecentNames()
         self.stored = RecentNames()
-        """Blocks that the store has, or never gets."""
+        """Blocks that the store has, or will never get."""
         self.refused = RecentNames()
-        """Objects that are not to be read until this server has replaced them."""
+        """Objects not to be read until this server has replaced them."""
         self._downloads: dict[BlockHash, tuple[asyncio.Task[int], list[FetchJob]]] = {}
-        """Each with all that wait for it."""
+        """Each download with all jobs that wait for it."""
         self._searches: set[asyncio.Task[bool]] = set()
         self._heads = asyncio.Semaphore(_HEAD_COUNT)
         self._gets = asyncio.Semaphore(_GET_COUNT)
@@ -90,7 +90,7 @@ class Fetcher:
         self._is_ending = False
 
     def may_ask(self, name: BlockHash) -> bool:
-        """Whether it may be worth asking for the first of some blocks."""
+        """Whether it may be worth asking for a chain that begins with this block."""
         return self.breaker.pause_left_s == 0.0 and not self._is_absent(name)
 
     def note_stored(self, name: BlockHash) -> None:
@@ -100,14 +100,14 @@ class Fetcher:
         self.refused.discard(name)
 
     async def find(self, names: Names, *, limit_s: float) -> Found:
-        """Return how much of a chain is there, as far as is known when the time is over."""
+        """Return how much of a chain is in the store, as far as that is known after `limit_s`."""
         self.stats.lookup_total += 1
         reach = ChainReach(len(names), lambda index: self._size_of(names[index]))
         if self.breaker.begin():
             search = asyncio.create_task(self._search(reach))
             self._searches.add(search)
             search.add_done_callback(self._searches.discard)
-            # Nobody waits for the rest of it, but how it ends says how the store is.
+            # Nobody waits for the rest of the search, but its end shows whether the store answers.
             await asyncio.wait({search}, timeout=limit_s)
             self.stats.late_lookup_total += not (search.done() and search.result())
         self.stats.hit_total += reach.found_count > 0
@@ -115,7 +115,7 @@ class Fetcher:
         return Found(reach.found_count, reach.size_bytes, rate)
 
     async def _search(self, reach: ChainReach) -> bool:
-        """Search, and note how the store is; return whether it answered everything in time."""
+        """Search, and record how the store does; return whether it answered everything in time."""
         try:
             async with asyncio.timeout(self.settings.lookup_timeout_s):
                 await reach.run()
@@ -129,7 +129,7 @@ class Fetcher:
         return False
 
     async def fetch(self, names: Names, job: FetchJob) -> Fetched:
-        """Bring blocks into the SSD tier, several at once; the first that cannot be had ends it."""
+        """Bring blocks into the SSD tier, several at once; the first that is unavailable ends it."""
         began_time = self.clock.monotonic()
         tasks = [self._download(name, job) for name in names]
         block_count = size_bytes = 0
@@ -139,7 +139,7 @@ class Fetcher:
                 break
             block_count += 1
             size_bytes += got_bytes
-        # What is not begun by now is of no use.
+        # Downloads that have not begun by now are of no use.
         job.is_abandoned = True
         elapsed_s = self.clock.monotonic() - began_time
         if block_count and elapsed_s > 0.0:
@@ -148,7 +148,7 @@ class Fetcher:
         return Fetched(block_count, size_bytes)
 
     def end(self) -> None:
-        """Give up what is under way, while the directory is open still: its files go."""
+        """Cancel all downloads while the directory is still open, so that their files are removed."""
         self._is_ending = True
         for download, _ in self._downloads.values():
             download.cancel()
@@ -170,7 +170,7 @@ class Fetcher:
         return size_bytes
 
     def _download(self, name: BlockHash, job: FetchJob) -> asyncio.Task[int]:
-        """Return the download of a block, perhaps one that another request has begun."""
+        """Return the download of a block, perhaps one that another request has started."""
         if name not in self._downloads:
             jobs: list[FetchJob] = []
             task = asyncio.create_task(self._bring(name, jobs))
@@ -186,7 +186,7 @@ class Fetcher:
             job.progress_time = now
 
     async def _bring(self, name: BlockHash, jobs: Sequence[FetchJob]) -> int:
-        """Bring one block; return its file's bytes, or 0 where it cannot be had."""
+        """Bring one block; return its file's bytes, or 0 if it is unavailable."""
         async with self._gets:
             is_wanted = any(not job.is_abandoned for job in jobs)
             if not is_wanted or self._is_absent(name) or not self.breaker.begin():
@@ -195,7 +195,7 @@ class Fetcher:
             file = None
             try:
                 file = await self._receive(name, jobs, partial)
-                # It may have been ordered meanwhile that nobody uses it again.
+                # Its deletion may have been ordered meanwhile.
                 if self._is_ending or self.refused.has(name, self.clock.monotonic()):
                     file = None
             except OSError as error:
@@ -204,7 +204,7 @@ class Fetcher:
                 if file is None:
                     with contextlib.suppress(OSError):
                         await self.offload(partial.drop)
-        # From here on the file is the storage thread's.
+        # From here on the storage thread owns the file.
         if file is None or not await self._adopt(file, partial.path):
             return 0
         self._note_progress(jobs)
@@ -216,8 +216,8 @@ class Fetcher:
     async def _receive(
         self, name: BlockHash, jobs: Sequence[FetchJob], partial: FetchedFile
     ) -> BlockFile | None:
-        """Write an object to a file and check it; None where it is not the block. Raises `OSError` from the
-        disk."""
+        """Write an object to a file and check it; None if it is absent or not the block. Raises `OSError`
+        from the disk."""
         await self.offload(partial.create)
         try:
             size_bytes = await self._copy(name, jobs, partial)
@@ -237,8 +237,8 @@ class Fetcher:
         return None
 
     async def _copy(self, name: BlockHash, jobs: Sequence[FetchJob], partial: FetchedFile) -> int:
-        """Return the bytes that were written. Raises `TimeoutError`, `StoreError`, `BlockFileError` for
-        more of them than a block has, and `OSError` from the disk."""
+        """Copy an object to a file; return the bytes written. Raises `TimeoutError`, `StoreError`,
+        `BlockFileError` for more bytes than a block has, and `OSError` from the disk."""
         offset = 0
         async with contextlib.aclosing(self.store.read(self.folder.object_name(name))) as chunks:
             while True:
@@ -269,8 +269,8 @@ _LAST_PAUSE_S = 60.0
 
 
 class Breaker:
-    """Whether a store that failed may be asked again: closed until three failures in a row; then it opens for
-    one trial after each pause. Any thread may look; one thread records."""
+    """Circuit breaker for a store that fails: closed until three failures in a row, then open, with one trial
+    after each pause. Any thread may look; one thread records."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -281,18 +281,18 @@ class Breaker:
 
     @property
     def pause_detail(self) -> str:
-        """Why nothing is asked at present; empty while all is well."""
+        """Why no requests are sent at present; empty while all is well."""
         return self._detail if self._failure_count >= _FAILURE_LIMIT else ""
 
     @property
     def pause_left_s(self) -> float:
-        """For how long nothing may be asked; 0 when something may."""
+        """How long no request may be sent; 0 if one may be."""
         if self._failure_count < _FAILURE_LIMIT:
             return 0.0
         return max(0.0, self._trial_time - self._clock.monotonic())
 
     def begin(self) -> bool:
-        """Return whether a request may be sent now; while all is not well, one for each pause."""
+        """Return whether a request may be sent now; after failures, one per pause."""
         if self.pause_left_s > 0.0:
             return False
         if self._failure_count >= _FAILURE_LIMIT:
@@ -304,7 +304,7 @@ class Breaker:
         self._failure_count, self._pause_s, self._detail = 0, _FIRST_PAUSE_S, ""
 
     def fail(self, detail: str) -> bool:
-        """Note a failure; True where it begins a pause after all had been well."""
+        """Note a failure; True if it starts the first pause."""
         self._failure_count += 1
         self._detail = detail
         if self._failure_count < _FAILURE_LIMIT:
@@ -319,19 +319,19 @@ _PROBE_COUNT = 8
 
 
 class ChainReach:
-    """A search for how many blocks of a chain, from its first, an object store has. What it knows is there
-    for whoever stops it early.
+    """A search for how many blocks of a chain, from its first, an object store has. If it is stopped early,
+    its results so far are valid.
 
-    It asks for names, without a listing: a few at once, first at doubling distances, then within the gap that
-    is left. A chain of 1,000 blocks takes three rounds of some ten requests.
+    It asks for names, without a listing: a few at once, first at doubling distances, then within the
+    remaining gap. A chain of 1,000 blocks takes three rounds of some ten requests.
     """
 
     def __init__(self, count: int, size_of: Callable[[int], Awaitable[int | None]]) -> None:
-        """`size_of` returns the bytes of the block with an index; None where it is not there."""
+        """`size_of` returns the bytes of the block at an index; None if it is absent."""
         self._size_of = size_of
         self._limit = count
         self.found_count = 0
-        """Blocks that are there as far as is known: a hole between two that are is not looked for."""
+        """Blocks known to be there so far; holes between two that are there are not searched for."""
         self._sizes: list[int] = []
         self._answer_count = 0
 
@@ -342,7 +342,7 @@ class ChainReach:
 
     @property
     def size_bytes(self) -> int:
-        """About, of all that were found together."""
+        """Estimate for all found blocks together."""
         return self.found_count * sum(self._sizes) // len(self._sizes) if self._sizes else 0
 
     async def run(self) -> None:
@@ -375,12 +375,12 @@ class ChainReach:
 
 
 _LIMIT_COUNT = 1 << 16
-"""Some 10 MB."""
+"""About 10 MB."""
 
 
 class RecentNames:
-    """The latest so many names, each with the time until which it is remembered. One thread adds; any thread
-    may look."""
+    """The most recent names, up to a limit, each with the time until which it is remembered. One thread adds;
+    any thread may look."""
 
     def __init__(self) -> None:
         self._end_times: OrderedDict[BlockHash, float] = OrderedDict()
@@ -395,7 +395,7 @@ class RecentNames:
         self._end_times.pop(name, None)
 
     def has(self, name: BlockHash, now: float) -> bool:
-        """Whether a name is remembered at this time."""
+        """Whether a name is still remembered at this time."""
         return self._end_times.get(name, 0.0) > now
 
 
@@ -411,12 +411,12 @@ class BlockFolder:
         self.cipher = cipher
 
     def object_name(self, name: BlockHash) -> str:
-        """Return a block's name in the store. The fingerprint and the block's name stand for all that its
-        KV depends on; under a key both also depend on that."""
+        """Return a block's name in the store. The fingerprint and the block's name cover everything that its
+        KV depends on; with encryption both also depend on the key."""
         return f"{self.fingerprint.hex()}/{name.hex()}"
 
     def read(self, name: BlockHash) -> tuple[BlockFile, bytes]:
-        """Return a sound block's facts and its file. Raises `BlockFileError` or `OSError`."""
+        """Return the facts and the bytes of a sound block's file. Raises `BlockFileError` or `OSError`."""
         path = self._paths.block(self.fingerprint, name)
         file = self.sound(path, name)
         data = bytearray(file.file_bytes)
@@ -427,12 +427,12 @@ class BlockFolder:
         return file, bytes(data)
 
     def fetched(self, name: BlockHash) -> FetchedFile:
-        """Return the file, not made yet, for a block that is fetched."""
+        """Return the file, not created yet, for a block to be fetched."""
         return FetchedFile(self.files, self._paths.fetched(self.fingerprint, name))
 
     def sound(self, path: str, name: BlockHash) -> BlockFile:
-        """Return a file's facts, every byte checked. Raises `BlockFileError` where it is not the block of
-        this name, whole and sound; `OSError`."""
+        """Return a file's facts after checking every byte. Raises `BlockFileError` if it is not the block of
+        this name, whole and sound, and `OSError`."""
         file = verify_block(self.files, path, cipher=self.cipher)
         if file.header is None or (file.cipher is None) != (self.cipher is None):
             raise BlockFileError(Damage.AUTH_TAG, f"{path} is not encrypted under the key in use")
@@ -442,10 +442,11 @@ class BlockFolder:
 
 
 class FetchedFile:
-    """The file of a block that is fetched. Any thread; every method may take long, and raises `OSError`.
+    """The file of a block that is being fetched. Any thread; every method may take long, and raises
+    `OSError`.
 
-    Whoever has it may be called off at any time, while a thread is at one of these: `drop` waits for that,
-    and what comes after it does nothing.
+    Its task may be cancelled at any time while a thread is in one of these methods: `drop` waits for that
+    thread, and later calls do nothing.
     """
 
     def __init__(self, files: Files, path: str) -> None:
@@ -467,13 +468,13 @@ class FetchedFile:
                 self._files.write(self._descriptor, [chunk], offset=offset)
 
     def finish(self) -> None:
-        """Make it durable and close it."""
+        """Make the file durable and close it."""
         with self._lock, self._closing() as descriptor:
             if descriptor is not None:
                 self._files.fsync(descriptor)
 
     def drop(self) -> None:
-        """Close and remove it."""
+        """Close and remove the file."""
         with self._lock:
             self._is_dropped = True
             try:
@@ -484,7 +485,7 @@ class FetchedFile:
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[int | None]:
-        """Yield the descriptor, if it is open, and close it."""
+        """Yield the descriptor, if the file is open, and close it."""
         descriptor, self._descriptor = self._descriptor, None
         try:
             yield descriptor

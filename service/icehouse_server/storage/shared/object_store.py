@@ -1,7 +1,7 @@
-"""Object store: the port of what servers share, and the one implementation of it, through obstore.
+"""Object store: the port of the storage that servers share, and its one implementation, through obstore.
 
-S3 and what speaks its protocol, Google's and Azure's stores, and a folder that all servers mount. An object
-is put whole or not at all, and is never changed but for another whole one. No call lists anything.
+It can be S3 or a store with its protocol, Google's or Azure's store, or a folder that all servers mount. An
+object is put whole or not at all, and changes only by being replaced as a whole. No call lists objects.
 Credentials come from the environment, under each provider's usual names, and stay inside obstore.
 """
 
@@ -16,35 +16,35 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a store is configured.
+    # From an optional extra: loaded only if a store is configured.
     from obstore.store import ObjectStore as Client
 
 CHUNK_BYTES = 4 << 20
-"""Of an object, as it is read."""
+"""Bytes of an object that are read at a time."""
 _CONNECT_S = 2
 _REQUEST_S = 60
-"""No request takes longer; who waits for one gives up much earlier."""
+"""No request takes longer; its caller gives up much earlier."""
 _STATUS = re.compile(r"status code: (\d{3})\b")
-"""In obstore's words, of which the name of a block and the store's own answer are others."""
+"""In obstore's error text, which also contains the name of a block and the store's own answer."""
 _INSUFFICIENT_STORAGE = "507"
 
 
 class StoreError(Exception):
-    """The store did not answer, or refused. Says so for operators, without address or credentials."""
+    """The store did not answer, or refused. The message is for operators, without address or credentials."""
 
 
 class ObjectStore(Protocol):
-    """Whole objects by name. Every method raises `StoreError`; whoever calls sets the deadline."""
+    """Whole objects by name. Every method raises `StoreError`; the caller sets the deadline."""
 
     async def size_bytes(self, name: str) -> int | None:
-        """Return how large an object is; None where there is none."""
+        """Return the size of an object; None if there is none."""
 
     def read(self, name: str) -> AsyncGenerator[memoryview]:
-        """Yield an object's bytes, as far as somebody asks for them; nothing where there is none."""
+        """Yield an object's bytes, for as long as the caller asks; nothing if there is no object."""
 
     async def put(self, name: str, data: bytes, *, replaces: bool) -> bool:
-        """Put a whole object; False where one has that name and is not to be replaced. Stores without such a
-        condition replace it."""
+        """Put a whole object; False if one has that name and must not be replaced. Stores without conditional
+        puts replace it."""
 
     async def delete(self, name: str) -> None:
         """Delete an object; one that is gone is fine."""
@@ -55,7 +55,7 @@ class ObstoreStore:
 
     def __init__(self, make_client: Callable[[], Client]) -> None:
         """`make_client` may wait for a disk. It is called when the store is first used, and again until it
-        works."""
+        succeeds."""
         self._make_client = make_client
         self._made: Client | None = None
         self._has_conditions = True
@@ -79,7 +79,7 @@ class ObstoreStore:
                 yield memoryview(chunk)
 
     async def put(self, name: str, data: bytes, *, replaces: bool) -> bool:
-        # One request for all of it: what dies in the middle leaves nothing behind, no parts either.
+        # A single request: if it dies in the middle it leaves nothing behind, no parts either.
         with _store_errors():
             client = await self._client()
             if self._has_conditions and not replaces:
@@ -104,9 +104,9 @@ class ObstoreStore:
 
 
 def make_store(url: str) -> ObstoreStore:
-    """Return the store at a URL such as s3://bucket/path. Asks nothing of it, and makes no folder: one that
-    is missing may be a disk that is not mounted. Raises ImportError without obstore, ValueError for a URL
-    that names no store."""
+    """Return the store at a URL such as s3://bucket/path. Sends no request, and makes no folder: a missing
+    one may be a disk that is not mounted. Raises ImportError without obstore, ValueError for a URL that names
+    no store."""
     from obstore.store import LocalStore, from_url
 
     if url.startswith("file:"):
@@ -117,11 +117,11 @@ def make_store(url: str) -> ObstoreStore:
     options: Any = {
         "connect_timeout": f"{_CONNECT_S}s",
         "timeout": f"{_REQUEST_S}s",
-        # Whoever gives an endpoint that begins with http:// wants it so; without one it is https.
+        # If the endpoint begins with http:// that is wanted; without an endpoint it is https.
         "allow_http": True,
     }
     try:
-        # What is retried, and when, is decided above: where nobody is made to wait for it.
+        # Our callers decide what is retried and when, so that no request waits for it.
         client = from_url(url, client_options=options, retry_config={"max_retries": 0})
     except _exceptions().BaseError as error:
         raise ValueError(str(error).partition("\n")[0]) from error
@@ -137,7 +137,7 @@ def _exceptions() -> ModuleType:
 
 @contextlib.contextmanager
 def _store_errors() -> Iterator[None]:
-    """Turn what obstore raises into `StoreError`; its own words have addresses."""
+    """Turn what obstore raises into `StoreError`, because its own texts contain addresses."""
     errors = _exceptions()
     try:
         yield
@@ -161,11 +161,11 @@ class SharedSettings:
     """Limits of the traffic with the store."""
 
     lookup_timeout_s: float
-    """Maximum time of one lookup, and so of what a slow store costs a request."""
+    """Maximum time of one lookup, and so of the delay that a slow store causes a request."""
     write_bytes_per_s: int
-    """Of all blocks that are stored, on average; 0 is unlimited."""
+    """Average rate at which all blocks are stored; 0 is unlimited."""
     object_limit_bytes: int
     """A larger object is no block of this server's model."""
     silence_s: float = 2.0
-    """A read of which nothing comes for so long is given up."""
+    """A read that receives nothing for this long is given up."""
     put_timeout_s: float = 60.0

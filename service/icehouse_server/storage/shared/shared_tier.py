@@ -1,9 +1,9 @@
-"""Shared tier: the local tier with an object store behind it, which other servers share.
+"""Shared tier: the local tier, backed by an object store that other servers share.
 
-One direction each: what is written here goes to the store behind everything else, and what a prompt lacks
-here comes from the store as a file of the local tier, checked, before the prompt is planned. Loads know
-nothing of it. The manifest, limits and eviction are the local tier's; the store's objects are never listed,
-and never removed to make space: the bucket's own rules do that.
+Blocks written here are uploaded at the lowest priority. Blocks that a prompt lacks here are fetched from the
+store before the prompt is planned; each becomes a checked file of the local tier. Loads know nothing of the
+store. Manifest, limits and eviction are the local tier's. The store's objects are never listed, and never
+removed to make space: the bucket's own rules do that.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from icehouse_server.storage.shared.uploader import Uploader
 _log = logging.getLogger(__name__)
 
 _TRAFFIC_END_S = 1.0
-"""Longest wait for the store when a tier has ended."""
+"""Longest wait for the traffic thread when a tier has ended."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Adoption(Ticket[Persisted]):
-    """A fetched file that the storage thread takes in."""
+    """A fetched file that the storage thread is to adopt."""
 
     done: Callable[[bool], None] = lambda is_adopted: None
 
 
 class SharedTier(LocalTier):
     """A `LocalTier` whose `find` and `fetch` ask an object store, and which stores its full blocks there. It
-    has a thread of its own for that.
+    has its own thread for that.
 
     The engine never waits for the store: a lookup has a deadline, and a store that failed is left alone for a
     while, during which `find` returns None at once.
@@ -75,7 +75,7 @@ class SharedTier(LocalTier):
         shared: SharedSettings,
         is_inline: bool = False,
     ) -> None:
-        """`is_inline`: nothing is done on threads of its own, for `step`."""
+        """`is_inline`: use no own threads; `step` does the work."""
         super().__init__(loop, readers, model)
         self._forward, model.post = model.post, self._receive
         self._shared_stats = SharedStats()
@@ -108,7 +108,7 @@ class SharedTier(LocalTier):
         super().start()
 
     def step(self) -> bool:
-        """Do what can be done now with the store on the calling thread; False when nothing is left."""
+        """Do the work with the store that is possible now, on the calling thread; False if none remains."""
         if self._model.is_over:
             self._traffic.end()
             return False
@@ -134,7 +134,7 @@ class SharedTier(LocalTier):
         return self._traffic.submit(lambda job: self._fetcher.fetch(blocks, job))
 
     def touch(self, blocks: Names) -> bool:
-        # What could not be stored when it was written has another chance whenever it is used.
+        # Each use gives another chance to a block that could not be stored when it was written.
         self._traffic.call(self._uploader.offer, blocks[::-1])
         return super().touch(blocks)
 
@@ -165,13 +165,13 @@ class SharedTier(LocalTier):
         self._adopt(ticket, file, partial)
         is_adopted, name = await adopted, file.outline.hash
         if is_adopted and self._fetcher.refused.has(name, self._clock.monotonic()):
-            # It was ordered to go while it was on its way, and that order found nothing.
+            # Its deletion was ordered during the fetch, and found nothing to delete.
             self._discard(_Adoption(), name)
             return False
         return is_adopted
 
     def _receive(self, outcome: Outcome) -> None:
-        """Pass on what the local tier posts, on its threads, and note what concerns the store."""
+        """Forward what the local tier posts, on its threads, and note what concerns the store."""
         if isinstance(outcome, _Adoption):
             stored = outcome.outcome
             if isinstance(stored, Persisted):
@@ -190,7 +190,7 @@ class SharedTier(LocalTier):
         self._forward(outcome)
 
     def _run_traffic(self) -> None:
-        """The top of the thread."""
+        """Top of the thread."""
         try:
             self._traffic.run()
         except Exception as error:
@@ -212,19 +212,18 @@ def _resolve(future: asyncio.Future[bool], result: bool) -> None:
 
 
 _JOB_LIMIT_COUNT = 64
-"""Lookups and fetches under way."""
+"""Most lookups and fetches in flight."""
 _WORKER_COUNT = 4
 """Threads that copy and check files."""
 _POLL_S = 0.05
 
 
 class Traffic:
-    """Runs coroutines for tickets, and one for ever, on an event loop of its own. `open` comes first; then
-    `run`, or `step` by step.
+    """Runs coroutines for tickets, and one permanent coroutine, on its own event loop. Call `open` first,
+    then either `run` or `step` repeatedly.
 
-    The engine's thread submits work for tickets, the storage thread calls functions here; neither waits. A
-    task that fails by a fault of ours is logged and fails its ticket alone: without the store the cache goes
-    on.
+    The engine's thread submits work for tickets, the storage thread calls functions here; neither waits. An
+    unexpected exception in a task is logged and fails only its ticket: the cache continues without the store.
     """
 
     def __init__(self, *, clock: Clock, post: Callable[[AnyTicket], object], is_inline: bool) -> None:
@@ -235,28 +234,28 @@ class Traffic:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers = ThreadPoolExecutor(_WORKER_COUNT, thread_name_prefix="storage-shared")
         self._jobs: dict[AnyTicket, FetchJob] = {}
-        """Put in by the engine's thread, taken out by the loop's."""
+        """Added by the engine's thread, removed by the loop's."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
         self.is_over = False
-        """Whether no ticket is answered any more."""
+        """Whether tickets are no longer answered."""
         self._end_time = float("inf")
         self.is_busy: Callable[[], bool] = lambda: False
-        """Whether there is work beside the jobs."""
+        """Whether there is work other than the jobs."""
 
     def open(self, forever: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Make the loop, with this to run for ever."""
+        """Create the loop, with `forever` as its permanent coroutine."""
         self._loop = asyncio.new_event_loop()
         self._begin(forever)
 
     def run(self) -> None:
-        """Run until the end; the body of the thread."""
+        """Run until the end, as the body of the thread."""
         assert self._loop is not None, "open comes first"
         self._loop.run_until_complete(self._until_end())
         self.end()
 
     def step(self) -> bool:
-        """Do what can be done now on the calling thread; False when nothing is left."""
+        """Do the work that is possible now on the calling thread; False if none remains."""
         if self._loop is None:
             return False
         self._loop.call_soon(self._loop.stop)
@@ -264,7 +263,7 @@ class Traffic:
         return not self.is_over and (bool(self._jobs) or self.is_busy())
 
     def end(self) -> None:
-        """Cancel what is under way and close the loop."""
+        """Cancel all tasks and close the loop."""
         if self._loop is None:
             return
         loop, self._loop = self._loop, None
@@ -278,7 +277,7 @@ class Traffic:
         loop.close()
 
     def close(self, *, deadline_time: float) -> None:
-        """Answer no ticket from now on, and end at the deadline (`Clock.monotonic`) or when all is done."""
+        """Answer no more tickets, and end at the deadline (`Clock.monotonic`) or when all work is done."""
         self._end_time = deadline_time
         self.is_over = True
         self.call(self._closing.set)
@@ -290,7 +289,7 @@ class Traffic:
                 loop.call_soon_threadsafe(function, *arguments)
 
     def submit(self, work: Callable[[FetchJob], Coroutine[Any, Any, Any]]) -> Ticket[Any] | None:
-        """Do some work for a ticket; None when too much is under way. The engine's thread."""
+        """Start work for a ticket; None if too much is in flight. The engine's thread."""
         if self._loop is None or self.is_over or len(self._jobs) >= _JOB_LIMIT_COUNT:
             return None
         ticket: Ticket[Any] = Ticket()
@@ -302,11 +301,11 @@ class Traffic:
         return self._jobs.get(ticket)
 
     async def offload(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function that may take long."""
+        """Call a function that may take long, on a worker thread unless inline."""
         call = partial(function, *arguments, **options)
         if self._is_inline:
             return call()
-        # It is called also where who waits for it is called off: it may be what closes a file.
+        # It runs even if the waiting task is cancelled: the function may be the one that closes a file.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._workers, call))
 
     async def _until_end(self) -> None:

@@ -1,8 +1,8 @@
-"""Uploader: blocks from the SSD tier to the object store, one after the other, behind everything else.
+"""Uploader: stores blocks of the SSD tier in the object store, one after the other, at the lowest priority.
 
-A block is offered when it was written here and whenever it is used, so what could not be stored once gets
-there later. Nothing waits for it: the queue holds names, and where it is full the oldest goes. Runs on the
-traffic's event loop.
+A block is offered when it was written here and whenever it is used, so a block that could not be stored gets
+another chance. Nothing waits for an upload: the queue holds names, and when it is full the oldest is dropped.
+Runs on the traffic's event loop.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _log = logging.getLogger(__name__)
 
 _QUEUE_LIMIT_COUNT = 8192
 _DELETE_LIMIT_COUNT = 1 << 16
-"""As many as are remembered not to be fetched: an order to evict is not forgotten for want of room."""
+"""As many as `refused` remembers: an ordered deletion is dropped only after that many others."""
 _TRY_LIMIT = 4
-"""A block that the store refused so often is dropped."""
+"""A block that the store refused this often is dropped."""
 _PAUSE_STEP_S = 0.5
 
 
 class Uploader:
-    """What waits to be stored or deleted. On the event loop."""
+    """The blocks to store and the objects to delete. On the event loop."""
 
     def __init__(self, fetcher: Fetcher) -> None:
-        """It stores where this one looks."""
+        """It stores where `fetcher` looks."""
         self._fetcher = fetcher
         self._store, self._folder, self._settings = fetcher.store, fetcher.folder, fetcher.settings
         self._clock, self._stats, self._offload = fetcher.clock, fetcher.stats, fetcher.offload
@@ -50,9 +50,9 @@ class Uploader:
         self._has_work = asyncio.Event()
         self._is_working = False
         self._is_upload_next = False
-        """A deletion failed: before the next one a block is stored, for some stores let nobody delete."""
+        """A deletion failed: a block is stored before the next one, as some stores let nobody delete."""
         self.pause_s: Callable[[float], float] = lambda worked_s: 0.0
-        """How long to leave the cores to others after so much work."""
+        """How long to leave the cores to others after this much work."""
 
     @property
     def is_busy(self) -> bool:
@@ -64,7 +64,7 @@ class Uploader:
         return len(self._offered)
 
     def offer(self, names: Names) -> None:
-        """Have blocks stored that are not yet."""
+        """Queue blocks to be stored, except those that are stored already."""
         now = self._clock.monotonic()
         for name in names:
             if not self._fetcher.stored.has(name, now):
@@ -75,7 +75,7 @@ class Uploader:
         self._note_work()
 
     def delete(self, names: Names) -> None:
-        """Have objects deleted, and fetched by nobody here before this server has stored them anew."""
+        """Queue objects to be deleted; until this server has stored them anew, it fetches none of them."""
         for name in names:
             self._offered.pop(name, None)
             self._fetcher.stored.discard(name)
@@ -86,7 +86,7 @@ class Uploader:
         self._note_work()
 
     async def run(self) -> None:
-        """Work for ever."""
+        """Store and delete for ever."""
         while True:
             await self._has_work.wait()
             if (pause_left_s := self.breaker.pause_left_s) > 0.0:
@@ -108,7 +108,7 @@ class Uploader:
             except (StoreError, TimeoutError) as error:
                 self._fail(str(error) or "the object store does not answer in time")
                 self._put_back(name, try_count + 1, is_deletion=is_deletion)
-            except Exception:  # a fault of ours or the library's costs this block, and not all behind it
+            except Exception:  # an exception of ours or the library's costs this block, not all behind it
                 _log.exception("shared_store_failed")
                 self._stats.dropped_block_total += queue is self._offered
             self._is_working = False
@@ -118,12 +118,12 @@ class Uploader:
             await asyncio.sleep(max(self.pause_s(worked_s), size_bytes / rate - worked_s if rate else 0.0))
 
     def _put_back(self, name: BlockHash, try_count: int, *, is_deletion: bool) -> None:
-        """Have what failed tried again. A deletion is, however often it failed: it was an order."""
+        """Queue a failed task again. Deletions have no try limit: they were ordered."""
         if is_deletion:
             self._to_delete.setdefault(name, try_count)
             self._is_upload_next = True
         elif name in self._to_delete:
-            return  # it was ordered meanwhile
+            return  # its deletion was ordered meanwhile
         elif try_count < _TRY_LIMIT:
             self._offered[name] = try_count
         else:
@@ -141,15 +141,15 @@ class Uploader:
         return 0
 
     async def _upload(self, name: BlockHash) -> int:
-        """Store one block unless it is there; return the bytes that were sent."""
+        """Store one block unless the store has it; return the bytes sent."""
         try:
             file, data = await self._offload(self._folder.read, name)
         except (BlockFileError, OSError):
-            # It has left this server, or will: whoever reads it next finds out.
+            # It has left this server, or is damaged: its next reader finds out.
             self._stats.dropped_block_total += 1
             return 0
         if file.outline.token_count < file.outline.block_token_limit:
-            # A tail: its name is known to nobody but who has the very same prompt.
+            # A tail: only somebody with the very same prompt could name it.
             self._fetcher.stored.add(name)
             return 0
         target = self._folder.object_name(name)
@@ -160,7 +160,7 @@ class Uploader:
         is_stored = size_bytes is None or replaces
         if is_stored:
             is_stored = await self._store.put(target, data, replaces=replaces)
-        if name not in self._to_delete:  # which was ordered meanwhile, and is next
+        if name not in self._to_delete:  # otherwise its deletion was ordered meanwhile, and is next
             self._fetcher.note_stored(name)
         if not is_stored:
             self._stats.known_block_total += 1
@@ -170,7 +170,7 @@ class Uploader:
         return len(data)
 
     async def _has_more(self, file: BlockFile, target: str, size_bytes: int) -> bool:
-        """Whether a block has regions that the object lacks: a checkpoint that was taken later."""
+        """Return whether a block has regions that the object lacks, such as a checkpoint taken later."""
         own = {region.kind for region in file.regions}
         if own == {RegionKind.KV}:
             return False

@@ -1,6 +1,6 @@
-"""Block bytes: one block file in memory, in the clear, for archives that go over the wire.
+"""Block bytes: one block file in memory, unencrypted, for archives that are sent over the network.
 
-Any thread may call these functions. Nothing that is decoded is trusted: it is checked as a file on disk is.
+Any thread may call these functions. Nothing that is decoded is trusted: it is checked like a file on disk.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from icehouse_server.storage.local.block_format.header import BlockFileError
 
 
 class BlockBytes:
-    """Block files as bytes; what rpc knows of the format."""
+    """Block files as bytes; all that rpc knows of the format."""
 
     def encode(self, block: HostBlock) -> list[memoryview]:
-        """Return the parts of a block's file, in order. Its header's name is without a secret."""
+        """Return the parts of a block's file, in order. Its header's name must depend on no secret."""
         file = _FileInMemory(memoryview(b""))
         write_block(file, 0, prepare_block(block))
         return [memoryview(part) for _, parts in sorted(file.written.items()) for part in parts]
 
     def decode(self, data: memoryview) -> HostBlock:
-        """Return the block of a file. Raises ValueError for what is none."""
+        """Return the block in a file's bytes. Raises ValueError if they are none."""
         memory = _FileInMemory(data)
         try:
             file = read_head(memory, 0)
@@ -43,7 +43,7 @@ class BlockBytes:
 
 
 class _FileInMemory(Files):
-    """One file: what is read of it is there already, and nothing that is written is copied."""
+    """One file: reads come from bytes in memory, and writes keep what they are given without a copy."""
 
     def __init__(self, data: memoryview) -> None:
         super().__init__()

@@ -1,19 +1,19 @@
-"""Block file: one block as one safetensors file that describes itself; written, read and verified here.
+"""Block file: one block as one self-describing safetensors file; written, read and verified here.
 
 Layout: 8 bytes of header length (little endian), a JSON header padded with spaces to a
 multiple of 8, then the regions kv, window, checkpoint, each contiguous, each tensor as its
-C-contiguous bytes or, where that takes less, in byte planes. The header is written here and
-not by the safetensors library because the library orders tensors by dtype, and a restore needs
-regions as ranges; every safetensors reader can read the result.
+C-contiguous bytes or, where that takes less, in byte planes. We write the header ourselves because the
+safetensors library orders tensors by dtype, and a restore needs regions as ranges; every
+safetensors reader can read the result.
 
 Trust: the header's first value is the xxh3 of the whole header with that value set to zeros,
-so every changed bit of the header is seen; each region carries the xxh3 of its bytes, and one
-in planes that of its tensors too; the block's hash is computed again from its parent and token
-ids. All of it is checked before a byte is used. `__metadata__` begins so in every layout ABI,
+so every changed bit of the header is noticed; each region carries the xxh3 of its bytes, and one
+in planes that of its tensors too; the block's hash is recomputed from its parent and token
+ids. All of it is checked before a byte is used. `__metadata__` begins the same way in every layout ABI,
 so that other ABIs can be told from damage. With a cipher the regions and most of the head are encrypted.
 
 Any thread may call these functions. Bytes are hashed in file order right before each write and right
-behind each read, while they are in the CPU's cache.
+after each read, while they are in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ from icehouse_server.storage.local.block_format.region_input import (
 from icehouse_server.storage.local.encryption.constants import TAG_BYTES, Cipher, Encryptor, FileCipher
 
 _FIRST_READ_BYTES = 32 << 10
-"""Covers the head of all but the deepest models in one read."""
+"""One read of this size covers the head of all but the deepest models."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedBlock:
-    """A block whose facts have been checked and whose file's size is known."""
+    """A block whose facts have been checked and whose largest file size is known."""
 
     block: HostBlock
     cipher: Cipher | None
     """Encrypts it."""
     regions: tuple[FileRegion, ...]
-    """As they will be in the file, where those in planes may take less."""
+    """As they will be in the file, except that regions in planes may take less."""
     head_bytes: int
     file_bytes: int
     """At most."""
@@ -86,10 +86,10 @@ class PreparedBlock:
 def prepare_block(
     block: HostBlock, *, cipher: Cipher | None = None, has_planes: bool = False
 ) -> PreparedBlock:
-    """Check a block before anything is reserved or written for it. With `has_planes` the regions that gain
-    by it are stored in byte planes.
+    """Check a block before anything is reserved or written for it. With `has_planes` the regions that shrink
+    enough are stored in byte planes.
 
-    A wrong hash, or a tensor whose size is not that of its shape, is a broken invariant of the caller.
+    A wrong hash, or a tensor whose size does not match its shape, is a broken invariant of the caller.
     """
     header = block.header
     secret = cipher.name_secret if cipher else b""
@@ -104,7 +104,7 @@ def prepare_block(
         for tensor in region.tensors:
             size_bytes = prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
             assert tensor.data.nbytes == size_bytes, f"{tensor.name} does not have {size_bytes} bytes"
-        # Checksums, tags and salts have fixed widths, so the head's length is known before they are.
+        # Checksums, tags and salts have fixed widths, so the head's length is known before their values are.
         offset = regions[-1].offset + regions[-1].stored_bytes if regions else 0
         regions.append(_planned_region(region, offset, cipher=cipher, has_planes=has_planes))
     head, _ = encode_head(header, regions, _new_file_cipher(block, cipher))
@@ -113,13 +113,13 @@ def prepare_block(
 
 
 def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> BlockFile:
-    """Write a block into a new, empty file and return what the file says.
+    """Write a block into a new, empty file and return the file's facts.
 
     Tensor bytes are encrypted and hashed group by group, and without encryption never copied; the head,
-    which holds the checksums, comes last.
+    which contains the checksums, comes last.
     """
     block = prepared.block
-    # A new salt for every attempt: one file key never encrypts two files.
+    # Every attempt gets a new salt: one file key never encrypts two files.
     file_cipher = _new_file_cipher(block, prepared.cipher)
     scratch = memoryview(bytearray(2 * GROUP_BYTES if file_cipher else 0))
     regions: list[FileRegion] = []
@@ -145,7 +145,7 @@ def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> Block
                 planes=Planes(offset - begin, output.checksum) if output else None,
             )
         )
-    # Planes may take less than was planned, and so may the numbers of the head.
+    # Planes may take less than was planned, and so may the head's numbers.
     head, header_checksum = encode_head(block.header, regions, file_cipher, head_bytes=prepared.head_bytes)
     assert len(head) == prepared.head_bytes and offset <= prepared.file_bytes, "The file's size is another"
     files.write(descriptor, [head], offset=0)
@@ -163,8 +163,8 @@ def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> Block
 def read_head(files: Files, descriptor: int, *, cipher: Cipher | None = None) -> BlockFile:
     """Return what an open file says about itself, fully checked except for its tensor bytes.
 
-    Of an encrypted file whose key `cipher` does not have, that is its outline and its regions.
-    Raises `BlockFileError` when it is damaged or of another ABI, `OSError` from the system.
+    If the file is encrypted and `cipher` lacks its key, that is only its outline and its regions.
+    Raises `BlockFileError` if it is damaged or of another ABI, `OSError` from the system.
     """
     file_bytes = files.size(descriptor)
     head = _read_exactly(files, descriptor, min(file_bytes, _FIRST_READ_BYTES), offset=0)
@@ -180,7 +180,7 @@ def open_block(
 ) -> Iterator[tuple[int, BlockFile]]:
     """Open a block's file and check that it is the expected block; yield its descriptor and facts.
 
-    Raises `BlockFileError`, and `OSError` where closing fails.
+    Raises `BlockFileError`, and `OSError` if closing fails.
     """
     with _opened_block(files, path, cipher, is_own=True) as (descriptor, file):
         if file.header != planned.header:
@@ -194,7 +194,7 @@ def open_block(
 def read_header(files: Files, path: str, name: BlockHash, *, cipher: Cipher | None) -> BlockHeader:
     """Return the header of the block of this name, token ids included.
 
-    Raises `BlockFileError` when the file holds another one or is damaged, `OSError` where closing fails.
+    Raises `BlockFileError` if the file holds another one or is damaged, `OSError` if closing fails.
     """
     with _opened_block(files, path, cipher, is_own=True) as (_, file):
         header = file.header
@@ -213,8 +213,8 @@ def read_block(
     before_read: Callable[[], None],
     meter: ReadMeter | None = None,
 ) -> LoadedBlock:
-    """Read and verify the wanted regions of an open block; kv goes to `target`, if there is one.
-    `before_read` is called before each group of bytes, and `meter` counts what was done.
+    """Read and verify the wanted regions of an open block; KV goes to `target`, if there is one.
+    `before_read` is called before each group of bytes, and `meter` counts bytes and time.
 
     Raises `BlockFileError` or `LayoutMismatch`; the target then holds bytes that must not be used.
     """
@@ -240,7 +240,7 @@ def read_block(
 
 
 def verify_block(files: Files, path: str, *, cipher: Cipher | None = None) -> BlockFile:
-    """Read and check every region of a file, and where `cipher` has the key of an encrypted one, its tag and
+    """Read and check every region of a file, and if `cipher` has the key of an encrypted one, its tags and
     its tensors too; return its facts.
 
     Raises `BlockFileError`.
@@ -249,7 +249,7 @@ def verify_block(files: Files, path: str, *, cipher: Cipher | None = None) -> Bl
         scratch = _empty_bytes(GROUP_BYTES)
         for region in file.regions:
             if file.header is None:
-                # Encrypted under an unknown key: only what lies in the file can be checked.
+                # Encrypted under an unknown key: only the stored bytes can be checked.
                 region = dataclasses.replace(region, size_bytes=region.stored_bytes, planes=None)
             source = RegionInput(files, descriptor, region, cipher=file.cipher)
             _read_verified(source, _repeated(scratch, region.size_bytes))
@@ -265,7 +265,7 @@ def _new_file_cipher(block: HostBlock, cipher: Cipher | None) -> FileCipher | No
 def _planned_region(
     region: HostRegion, offset: int, *, cipher: Cipher | None, has_planes: bool
 ) -> FileRegion:
-    """Return a region without its checksums."""
+    """Return a region with empty checksum and tag."""
     tensors = tuple(TensorShape(t.name, t.dtype, t.shape, t.data.nbytes) for t in region.tensors)
     tag = bytes(TAG_BYTES) if cipher else b""
     planes = None
@@ -275,7 +275,7 @@ def _planned_region(
 
 
 def _encrypt(encryptor: Encryptor, group: Sequence[memoryview], scratch: memoryview) -> list[memoryview]:
-    """Return a group's bytes, encrypted into `scratch`."""
+    """Encrypt a group's bytes into `scratch`, and return that part of it."""
     begin = 0
     for part in group:
         encryptor.update(part, scratch[begin : begin + part.nbytes])
@@ -326,7 +326,7 @@ def _read_verified(source: RegionInput, target: Iterable[memoryview]) -> None:
 
 
 def _repeated(scratch: memoryview, size_bytes: int) -> Iterator[memoryview]:
-    """Yield `scratch` as often as so many bytes fill it."""
+    """Yield `scratch` repeatedly, `size_bytes` in total."""
     for begin in range(0, size_bytes, len(scratch)):
         yield scratch[: size_bytes - begin]
 

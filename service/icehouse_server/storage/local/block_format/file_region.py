@@ -1,4 +1,4 @@
-"""File region: where a region lies in its block file and how it is stored, to JSON and back."""
+"""File region: where a region is in its block file and how it is stored, to JSON and back."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ REGION_ORDER = tuple(RegionKind)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planes:
-    """What a region in byte planes takes of its file, and the xxh3 (64 bits) of its tensors' bytes."""
+    """The stored bytes of a region in byte planes, and the xxh3 (64 bits) of its tensors' bytes."""
 
     stored_bytes: int
     checksum: int | None
-    """None when the file is encrypted under an unknown key: it would confirm a guess."""
+    """None if the file is encrypted under an unknown key: in the clear it would confirm a guess."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,24 +31,24 @@ class FileRegion:
     offset: int
     """From the start of the file."""
     size_bytes: int
-    """Of its tensors."""
+    """Bytes of its tensors."""
     checksum: int
     tensors: tuple[TensorShape, ...] = ()
-    """They fill the region in this order. Empty when the file is encrypted under an unknown key."""
+    """They fill the region in this order. Empty if the file is encrypted under an unknown key."""
     tag: bytes = b""
     """Authenticates an encrypted region."""
     planes: Planes | None = None
-    """Set when it is stored in byte planes; None: as its tensors are in memory."""
+    """Set if the region is stored in byte planes; None: its tensors are stored as in memory."""
 
     @property
     def stored_bytes(self) -> int:
-        """What it takes of the file."""
+        """Bytes that the region takes in the file."""
         return self.planes.stored_bytes if self.planes else self.size_bytes
 
 
 def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0, is_public: bool = False) -> str:
-    """Return offsets (from `begin` of the file), bytes, checksums and tags of regions as text; if it is
-    public, without checksums of what is encrypted."""
+    """Return regions as text: offsets (from `begin` in the file), bytes, checksums and tags. With
+    `is_public`, leave out checksums of what is encrypted."""
     items = [
         {
             "kind": r.kind,
@@ -69,7 +69,7 @@ def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0, is_public:
 
 
 def parse_regions(text: str, *, data_offset: int) -> tuple[FileRegion, ...]:
-    """Return regions, in order and without a gap, without their tensors. Raises what damaged text does."""
+    """Return regions without their tensors, in order and without gaps. Raises what damaged text causes."""
     regions: list[FileRegion] = []
     offset = data_offset
     for item in json.loads(text):

@@ -1,16 +1,16 @@
-"""Header of a block file: what a block is and where its tensors lie, to bytes and back.
+"""Header of a block file: what a block is and where its tensors are, to bytes and back.
 
 Pure functions over bytes; `block_file` says what the file is and why. Nothing that comes from a disk is
 trusted here: see `parse_head`.
 
-An encrypted block file stays a safetensors file: one opaque tensor of bytes per region. Its metadata holds
+An encrypted block file is still a safetensors file: one opaque tensor of bytes per region. Its metadata holds
 the block's outline, the key's id, the file's salt, and for each region its position, the xxh3 of the
-encrypted bytes, and the tag. So without the key one can still weigh, list, check and evict blocks. `sealed`
-is the header as it would be in the clear (tokens, tensors), encrypted, with the outline as additional
-authenticated data. Outside and inside must agree, so no change goes unnoticed by those who have the key.
+encrypted bytes, and the tag. So without the key one can still measure, list, check and evict blocks. `sealed`
+is the unencrypted header (tokens, tensors), encrypted, with the outline as additional authenticated data.
+Outside and inside must agree, so anybody with the key notices every change.
 
-To safetensors each region of a block file with a region in byte planes is one opaque tensor; the metadata has
-the tensors.
+In a block file with any region in byte planes, every region is one opaque tensor to safetensors; the metadata
+lists the tensors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ DTYPE_BYTES = {
 }
 """Bytes per element of the safetensors dtypes that a cache can hold, and no others."""
 _DIMENSION_LIMIT = 2**31 - 1
-"""Largest dimension of an MLX array; that of an empty tensor has no other bound."""
+"""Largest dimension of an MLX array; nothing else bounds that of an empty tensor."""
 
 
 class BlockFileError(Exception):
@@ -103,22 +103,22 @@ class BlockFile:
 
     outline: BlockOutline
     header: BlockHeader | None
-    """None when the file is encrypted under an unknown key."""
+    """None if the file is encrypted under an unknown key."""
     regions: tuple[FileRegion, ...]
     file_bytes: int
     header_checksum: int
     key_id: bytes = b""
-    """The key it is encrypted under; empty for a file in the clear."""
+    """The key it is encrypted under; empty for an unencrypted file."""
     cipher: FileCipher | None = dataclasses.field(default=None, repr=False, compare=False)
     """Decrypts its regions."""
 
     def region_bytes(self, kind: RegionKind) -> int:
-        """Return the tensors' bytes in the region of this kind; 0 when the block has none."""
+        """Return the tensors' bytes in the region of this kind; 0 if the block has none."""
         return sum(region.size_bytes for region in self.regions if region.kind is kind)
 
 
 def file_cipher_of(cipher: Cipher, outline: BlockOutline, *, salt: bytes) -> FileCipher:
-    """Return the encryption of one file, with every part of it bound to the public facts."""
+    """Return the encryption of one file, which binds every part of it to the public facts."""
     public = _public(outline, key_id=cipher.key_id, salt=salt)
     return cipher.file(salt=salt, facts=json.dumps(public, separators=(",", ":")).encode())
 
@@ -130,7 +130,7 @@ def encode_head(
     *,
     head_bytes: int = 0,
 ) -> tuple[bytes, int]:
-    """Return the head, of at least so many bytes, and its checksum; encrypted with a cipher."""
+    """Return the head, at least `head_bytes` long, and its checksum; with a cipher it is encrypted."""
     begin = regions[0].offset if regions else 0
     if cipher is None:
         return _encode_clear(header, regions, begin=begin, head_bytes=head_bytes)
@@ -204,7 +204,7 @@ def _public(outline: BlockOutline, *, key_id: bytes, salt: bytes) -> dict[str, s
 def assemble_head(
     metadata: Mapping[str, str], tensors: Mapping[str, object], *, head_bytes: int = 0
 ) -> tuple[bytes, int]:
-    """Return a head of at least so many bytes that begins with its checksum, and the checksum."""
+    """Return a head of at least `head_bytes` that begins with its checksum, and the checksum."""
     text = {"__metadata__": {"header_xxh3": _ZEROS.decode(), **metadata}, **tensors}
     body = json.dumps(text, separators=(",", ":")).encode()
     body += b" " * max(head_bytes - 8 - len(body), -len(body) % _ALIGNMENT_BYTES)
@@ -216,7 +216,7 @@ def assemble_head(
 
 
 def parse_head(head: bytes, *, file_bytes: int, cipher: Cipher | None = None) -> BlockFile:
-    """Return the facts in a file's head (length and JSON), those encrypted too when `cipher` has its key.
+    """Return the facts in a file's head (length and JSON), the encrypted ones too if `cipher` has its key.
 
     Raises `BlockFileError`. Nothing in `head` is trusted: every number is bounded by the file's real size,
     and the tensors must fill the file exactly, in region order, without gap or overlap.
@@ -250,13 +250,13 @@ def parse_head(head: bytes, *, file_bytes: int, cipher: Cipher | None = None) ->
 
 
 def _public_region(region: FileRegion) -> FileRegion:
-    """Return what can be known of a region without the key."""
+    """Return what a reader without the key knows about a region."""
     planes = region.planes and dataclasses.replace(region.planes, checksum=None)
     return dataclasses.replace(region, tensors=(), planes=planes)
 
 
 def _parse_clear(head: bytes, *, file_bytes: int, data_offset: int, name_secret: bytes) -> BlockFile:
-    """Return the facts in a head in the clear; the first region of its file begins at `data_offset`."""
+    """Return the facts in an unencrypted head; the first region of its file begins at `data_offset`."""
     checksum = _check_head(head, file_bytes=file_bytes)
     with _parsing_errors():
         metadata, tensors_text = _split(head)
@@ -299,7 +299,7 @@ def _parsing_errors() -> Iterator[None]:
 
 
 def head_length(start: bytes | bytearray, *, file_bytes: int) -> int:
-    """Return the length of the head (8 + JSON) that the file's first bytes claim, if it is possible."""
+    """Return the length of the head (8 + JSON) that the file's first bytes claim. Raises `BlockFileError`."""
     if len(start) < 8:
         raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, fewer than a header length")
     head_bytes = 8 + int.from_bytes(start[:8], "little")
@@ -311,7 +311,7 @@ def head_length(start: bytes | bytearray, *, file_bytes: int) -> int:
 
 
 def _check_head(head: bytes, *, file_bytes: int) -> int:
-    """Return the header's checksum after checking it and the length."""
+    """Check the header's checksum and length; return the checksum."""
     if len(head) != head_length(head, file_bytes=file_bytes):
         raise BlockFileError(Damage.TRUNCATED, f"Head has {len(head)} bytes, not what its length says")
     if head[8:_CHECKSUM_OFFSET] != _HEAD:
@@ -330,15 +330,15 @@ def _check_abi(metadata: Mapping[str, str]) -> None:
 
 
 def _check_end(regions: Sequence[FileRegion], *, data_offset: int, file_bytes: int) -> None:
-    """Raise `BlockFileError` for a file that does not end where its last region does."""
+    """Raise `BlockFileError` if the file does not end where its last region does."""
     end = regions[-1].offset + regions[-1].stored_bytes if regions else data_offset
     if end != file_bytes:
         raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
 
 
 def _parse_outline(metadata: Mapping[str, str], *, token_count: int) -> BlockOutline:
-    """Return a block's outline. Raises ValueError for a block that no prompt could have: the manifest's
-    columns could not hold its numbers."""
+    """Return a block's outline. Raises ValueError for a block that no prompt can have, because its numbers
+    would not fit the manifest's columns."""
     digests = [_parse_bytes(metadata[key], size_bytes=32) for key in ("hash", "parent", "fingerprint")]
     start, limit = int(metadata["start_token_index"]), int(metadata["block_token_limit"])
     if not (0 < token_count <= limit <= _TOKEN_LIMIT and 0 <= start <= _TOKEN_LIMIT):
@@ -349,7 +349,7 @@ def _parse_outline(metadata: Mapping[str, str], *, token_count: int) -> BlockOut
 
 
 def _parse_bytes(text: str, *, size_bytes: int) -> bytes:
-    """Return so many bytes from hexadecimal text, or raise ValueError."""
+    """Return `size_bytes` bytes from hexadecimal text, or raise ValueError."""
     data = bytes.fromhex(text)
     if len(data) != size_bytes:
         raise ValueError(f"{len(data)} bytes, where {size_bytes} were due")
@@ -361,7 +361,7 @@ _Tensors = Mapping[str, tuple[int, int, list[TensorShape]]]
 
 
 def _split(head: bytes) -> tuple[dict[str, str], bytes]:
-    """Return a head's metadata and the text of its tensors, to be parsed apart.
+    """Return a head's metadata and the text of its tensors, which is parsed separately.
 
     All blocks of one model describe their tensors with the same text, so that part is parsed
     once and cached by its bytes. A `"},"` cannot occur inside the metadata's values, where
@@ -388,7 +388,7 @@ def _parse_tensors(text: bytes) -> _Tensors:
 
 
 def _parse_tensor(name: str, entry: dict[str, object]) -> tuple[int, TensorShape]:
-    """Return where a tensor begins among all of the block's, and its shape."""
+    """Return a tensor's offset among all tensors of the block, and its shape."""
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list)):
         raise ValueError(f"{name} is not described as a tensor")
@@ -402,7 +402,7 @@ def _parse_tensor(name: str, entry: dict[str, object]) -> tuple[int, TensorShape
 
 
 def _with_tensors(regions: Sequence[FileRegion], tensors: _Tensors) -> tuple[FileRegion, ...]:
-    """Return the regions with their tensors, which fill each of them in order."""
+    """Return the regions with their tensors, which must fill each region in order."""
     if not tensors.keys() <= {region.kind for region in regions}:
         raise ValueError("a tensor lies outside of all regions")
     filled = []

@@ -1,6 +1,6 @@
-"""Plane region: a whole region in byte planes, made of its tensors and turned back into them.
+"""Plane region: a whole region in byte planes, encoded from its tensors and decoded back into them.
 
-Nothing here holds more than a few chunks. `planes` says what a chunk is.
+Nothing here holds more than a few chunks; `planes` defines a chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from icehouse_server.storage.local.block_format.planes import (
 from icehouse_server.storage.local.block_format.region_input import GROUP_BYTES, RegionInput
 
 _GAIN_DIVISOR = 64
-"""A region is stored in planes where a sample of it shrinks by this part or more."""
+"""A region is stored in planes if a sample of it shrinks by at least this part."""
 _SAMPLE_COUNT = 4
 _SAMPLE_BYTES = 64 << 10
 
@@ -36,11 +36,11 @@ class _Chunk(NamedTuple):
     width: int
     """Bytes of one number."""
     size_bytes: int
-    """Of its tensors."""
+    """Of the tensors in it."""
 
 
 def _chunks(tensors: Iterable[TensorShape], *, limit_bytes: int = CHUNK_BYTES) -> Iterator[_Chunk]:
-    """Yield the chunks of a region that holds these tensors."""
+    """Yield the chunks of a region with these tensors."""
     for width, run in groupby(tensors, key=lambda tensor: DTYPE_BYTES[tensor.dtype]):
         size_bytes = sum(tensor.size_bytes for tensor in run)
         for begin in range(0, size_bytes, limit_bytes):
@@ -53,7 +53,7 @@ def stored_limit_bytes(tensors: Iterable[TensorShape]) -> int:
 
 
 def gains(region: HostRegion, tensors: Sequence[TensorShape]) -> bool:
-    """Return whether planes would take at least 1/64 less than the region's bytes, by a sample of them."""
+    """Return whether planes would save at least 1/64 of the region's bytes, judged by a sample."""
     pieces = list(_chunks(tensors, limit_bytes=_SAMPLE_BYTES))
     step = max(1, math.ceil(len(pieces) / _SAMPLE_COUNT))
     encoder, source = PlaneEncoder(), _Cursor([tensor.data for tensor in region.tensors])
@@ -70,7 +70,7 @@ def gains(region: HostRegion, tensors: Sequence[TensorShape]) -> bool:
 
 
 class PlaneOutput:
-    """Encodes a region. `checksum` is of its tensors' bytes, once all groups were taken."""
+    """Encodes a region. `checksum` is that of its tensors' bytes, once all groups have been taken."""
 
     def __init__(self, region: HostRegion, tensors: Sequence[TensorShape]) -> None:
         self._source = _Cursor([tensor.data for tensor in region.tensors])
@@ -82,7 +82,7 @@ class PlaneOutput:
         return self._digest.intdigest()
 
     def groups(self) -> Iterator[tuple[list[memoryview], int]]:
-        """Yield what is to be written, a chunk at a time, with its bytes; valid until the next one."""
+        """Yield the bytes to write, a chunk at a time, with their count; valid until the next one."""
         encoder, scratch = PlaneEncoder(), np.empty(CHUNK_BYTES, np.uint8)
         for chunk in self._chunks:
             data = scratch[: chunk.size_bytes]
@@ -104,7 +104,7 @@ def read_planes(source: RegionInput, target: Iterable[memoryview]) -> None:
     for chunk in _chunks(region.tensors):
         data = scratch[: chunk.size_bytes]
         try:
-            # The table is copied: what it says of is read into the same buffer.
+            # The table is copied: the planes are read into the same buffer.
             table = bytes(stored.take(table_bytes(chunk.width)))
             sizes = table_sizes(table, plane_bytes=chunk.size_bytes // chunk.width)
             planes = stored.take(sum(sizes))
@@ -126,7 +126,7 @@ def read_planes(source: RegionInput, target: Iterable[memoryview]) -> None:
 
 
 class _Stored:
-    """Hands out the stored bytes of a region in any portions, read a group at a time."""
+    """Hands out the stored bytes of a region in portions of any size, reading a group at a time."""
 
     def __init__(self, source: RegionInput) -> None:
         self._source = source
@@ -135,11 +135,11 @@ class _Stored:
 
     @property
     def left_bytes(self) -> int:
-        """Read and not handed out."""
+        """Bytes read but not handed out."""
         return self._end - self._begin
 
     def take(self, size_bytes: int) -> memoryview:
-        """Return the next bytes, at most a chunk's; valid until the next call. Raises `BlockFileError`."""
+        """Return the next bytes, at most a chunk; valid until the next call. Raises `BlockFileError`."""
         while self.left_bytes < size_bytes:
             self._read()
         self._begin += size_bytes
@@ -158,7 +158,7 @@ class _Stored:
 
 
 class _Cursor:
-    """A position in buffers that follow one another."""
+    """A position in consecutive buffers."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._buffers = buffers
@@ -169,7 +169,7 @@ class _Cursor:
             pass
 
     def copy_to(self, target: memoryview) -> None:
-        """Copy the next bytes into `target`, which takes all that it has space for."""
+        """Fill `target` with the next bytes."""
         begin = 0
         for part in self._next(target.nbytes):
             target[begin : begin + part.nbytes] = part

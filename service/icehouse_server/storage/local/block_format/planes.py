@@ -1,12 +1,12 @@
 """Byte planes: a lossless code for tensors, chunk by chunk. Pure functions over bytes.
 
-The sign and exponent of neighbouring values are much alike, the low bits of their mantissas are noise. So the
-low bytes of all numbers of a chunk are put together, then the second bytes, and so on. Each such plane is
-compressed by Zstandard, or left as it is where that gains nothing.
+Signs and exponents of neighbouring values are much alike; the low bits of their mantissas are noise. So the
+low bytes of all numbers in a chunk are put together, then the second bytes, and so on. Each such plane is
+compressed by Zstandard, or left as it is if that gains nothing.
 
-A chunk is a table of how many bytes each plane takes (unsigned, 32 bits, little endian), then the planes, the
-low byte first. A plane that takes as many bytes as it has numbers is as it was; a shorter one is a Zstandard
-frame. Chunks cover a region in file order; none holds numbers of two widths, or more than `CHUNK_BYTES`.
+A chunk is a table of each plane's size in bytes (unsigned, 32 bits, little endian), then the planes, the low
+byte first. A plane with as many bytes as numbers is not compressed; a shorter one is a Zstandard frame.
+Chunks cover a region in file order; none contains numbers of two widths, or more than `CHUNK_BYTES`.
 
 NumPy and Zstandard work without the interpreter's lock, and a chunk takes a fraction of a millisecond, so the
 inference thread never waits for either.
@@ -24,8 +24,8 @@ import zstandard
 CHUNK_BYTES = 256 << 10
 """Most bytes of tensors in a chunk."""
 RATIO_LIMIT = 16
-"""A chunk takes at least this part of its bytes; one that would take less stays as it is. So a file cannot
-declare more memory than this times its size."""
+"""A chunk is stored uncompressed if it would shrink to less than 1/16 of its bytes. So a file cannot declare
+more memory than this times its size."""
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
     target_length=0,
@@ -33,19 +33,19 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
     hash_log=zstandard.HASHLOG_MIN,
     min_match=zstandard.MINMATCH_MAX,
 )
-"""Of Zstandard: its entropy coder, with the least search for repeats that it has. KV repeats itself by chance
-only, and such a repeat takes more bytes and time than the same numbers coded one by one."""
+"""Of Zstandard: its entropy coder, with its cheapest search for repeats. KV repeats only by chance, and such
+a repeat takes more bytes and time than the same numbers coded one by one."""
 _SIZE = struct.Struct("<I")
 
 Plane = npt.NDArray[np.uint8]
 
 
 class DamagedChunk(Exception):
-    """A chunk is not what the encoder writes."""
+    """A chunk is not one that the encoder writes."""
 
 
 def table_bytes(width: int) -> int:
-    """Return the bytes of the table of a chunk whose numbers have so many bytes."""
+    """Return the bytes of a chunk's table; `width` is the bytes of each number in the chunk."""
     return width * _SIZE.size
 
 
@@ -58,7 +58,7 @@ class PlaneEncoder:
     def encode(self, data: Plane, *, width: int) -> list[memoryview]:
         """Return a chunk's table and planes."""
         numbers = data.view(f"<u{width}")
-        # Several times as fast as copies with a stride.
+        # Several times as fast as strided copies.
         shifted = (numbers >> 8 * number if number else numbers for number in range(width))
         planes = [plane.astype(np.uint8, copy=False) for plane in shifted]
         stored = [self._shorter(plane) for plane in planes]
@@ -79,8 +79,8 @@ class PlaneDecoder:
         self._zstd = zstandard.ZstdDecompressor(max_window_size=CHUNK_BYTES)
 
     def decode(self, sizes: Sequence[int], planes: memoryview, target: Plane, *, width: int) -> None:
-        """Write a chunk's bytes into `target`, which has its size; `sizes` are those of the planes, low byte
-        first. Raises `DamagedChunk`."""
+        """Write a chunk's bytes into `target`, which has their size; `sizes` are those of the planes, low
+        byte first. Raises `DamagedChunk`."""
         decoded = []
         begin = 0
         for size_bytes in sizes:
@@ -99,7 +99,7 @@ class PlaneDecoder:
         if len(stored) == plane_bytes:
             return np.frombuffer(stored, np.uint8)
         try:
-            # It makes a buffer of the size that the frame declares, so that is looked at first.
+            # The decompressor allocates the size that the frame declares, so check that first.
             declared_bytes = zstandard.frame_content_size(stored)
             if declared_bytes != plane_bytes:
                 raise DamagedChunk(f"a frame declares {declared_bytes} bytes, where {plane_bytes} were due")
@@ -109,7 +109,7 @@ class PlaneDecoder:
 
 
 def table_sizes(table: bytes, *, plane_bytes: int) -> list[int]:
-    """Return how many bytes each plane takes. Raises `DamagedChunk` for more than it has numbers."""
+    """Return the stored bytes of each plane. Raises `DamagedChunk` for more bytes than it has numbers."""
     sizes = [size for (size,) in _SIZE.iter_unpack(table)]
     if not all(0 < size <= plane_bytes for size in sizes):
         raise DamagedChunk(f"planes of {plane_bytes} bytes cannot take {sizes}")

@@ -1,6 +1,6 @@
 """Region input: the bytes of one region of an open block file, in order, decrypted and checked.
 
-Bytes are hashed right behind each read, while they are in the CPU's cache.
+Bytes are hashed right after each read, while they are in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from icehouse_server.storage.local.block_format.header import BlockFileError
 from icehouse_server.storage.local.encryption.constants import FileCipher
 
 GROUP_BYTES = 256 << 10
-"""Bytes that are hashed and transferred at a time; several fit the second-level cache."""
+"""Bytes that are hashed and transferred at a time; several groups fit the second-level cache."""
 
 
 @dataclasses.dataclass(slots=True)
 class ReadMeter:
-    """What a reader's time went to, in bytes and seconds by `now`."""
+    """How a reader spent its time, in bytes, and in seconds by `now`."""
 
     now: Callable[[], float] = lambda: 0.0
     disk_bytes: int = 0
-    """Read of files."""
+    """Bytes read from files."""
     disk_s: float = 0.0
-    """Reading them, without what was done with the bytes."""
+    """Time spent reading them, not processing them."""
     decoded_bytes: int = 0
-    """Tensors' bytes made of byte planes."""
+    """Tensors' bytes decoded from byte planes."""
     decode_s: float = 0.0
 
 
 class RegionInput:
-    """Reads a region from its beginning. The bytes must not be used before `finish` returned."""
+    """Reads a region from its beginning. The bytes must not be used before `finish` has returned."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class RegionInput:
         return self.region.offset + self.region.stored_bytes - self._offset
 
     def fill(self, parts: Sequence[memoryview], size_bytes: int) -> None:
-        """Read the next bytes into `parts`, which have this size together. Raises `BlockFileError`."""
+        """Read the next bytes into `parts`, `size_bytes` in total. Raises `BlockFileError`."""
         self._before_read()
         kind, began_s = self.region.kind, self.meter.now()
         try:
@@ -91,7 +91,7 @@ class RegionInput:
 
 
 def damage_of(error: OSError) -> Damage:
-    """Return what an error of the disk says about a block."""
+    """Return what a disk error says about a block."""
     return Damage.MEMORY if is_shortage(error) else Damage.IO
 
 
@@ -105,7 +105,7 @@ def slices(data: memoryview) -> Iterator[memoryview]:
 
 
 def groups(parts: Iterable[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
-    """Yield runs of parts that go through one call and one hash while they are cached, with their bytes."""
+    """Yield runs of parts to be transferred and hashed together while they are cached, with their bytes."""
     group: list[memoryview] = []
     size_bytes = 0
     for part in parts:

@@ -1,8 +1,8 @@
-"""Data keys that blocks are encrypted under: made here, stored in the directory, wrapped by a master key.
+"""Data keys under which blocks are encrypted: created here, stored in the directory wrapped by a master key.
 
 The master key belongs to whoever runs the server and is never stored in the directory. It can be
-changed by wrapping the data key again (`rewrap`): blocks stay as they are and readable. A master
-key that opens none of the wrapped keys gets a data key of its own. The other keys stay for those who
+changed by wrapping the data key again (`rewrap`): blocks stay unchanged and readable. A master
+key that opens none of the wrapped keys gets a new data key. The other keys stay for those who
 can open them, and so do their blocks, until they age out like those of another model.
 
 The caller holds the directory's lock. Every function raises `OSError` from the disk.
@@ -48,8 +48,8 @@ def open_key(
     is_shared: bool = False,
     random_bytes: Callable[[int], bytes] = os.urandom,
 ) -> OpenedKey:
-    """Return the newest data key that the master key opens; make one if there is none. `is_shared`: only the
-    one that all servers with this master key have will do."""
+    """Return the newest data key that the master key opens; create one if there is none. With `is_shared`,
+    only the key that all servers with this master key derive will do."""
     wrapped = _read(files, paths)
     data_key = shared_data_key(master_key) if is_shared else random_bytes(KEY_BYTES)
     mine = [item for item in _opened(wrapped, master_key) if not is_shared or item[0] == data_key]
@@ -69,14 +69,14 @@ def restore_key(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
 
 
 def find_key(files: Files, paths: StorePaths, *, master_key: bytes, is_shared: bool = False) -> bytes | None:
-    """Return the data key that `open_key` would, or None. Changes nothing and needs no lock."""
+    """Return the data key that `open_key` would return, or None. Changes nothing and needs no lock."""
     mine = _opened(_stored(files, paths) or [], master_key)
     shared = shared_data_key(master_key) if is_shared else None
     return next((key for key, _ in reversed(mine) if shared in (None, key)), None)
 
 
 def rewrap(files: Files, paths: StorePaths, *, old_master_key: bytes, new_master_key: bytes) -> int:
-    """Wrap the keys that the old master key opens with the new one; return how many those are."""
+    """Rewrap all keys that the old master key opens with the new one; return their count."""
     changed = 0
     wrapped = []
     for item in _read(files, paths):
@@ -89,7 +89,7 @@ def rewrap(files: Files, paths: StorePaths, *, old_master_key: bytes, new_master
 
 
 def _opened(wrapped: Sequence[bytes], master_key: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the data keys that the master key opens, each with what it was wrapped as."""
+    """Return the data keys that the master key opens, each with its wrapped form."""
     keys = ((unwrap_key(item, master_key=master_key), item) for item in wrapped)
     return [(data_key, item) for data_key, item in keys if data_key is not None]
 
@@ -97,8 +97,8 @@ def _opened(wrapped: Sequence[bytes], master_key: bytes) -> list[tuple[bytes, by
 def _read(files: Files, paths: StorePaths) -> list[bytes]:
     wrapped = _stored(files, paths)
     if wrapped is None:
-        # Without its wrapped key a block cannot be opened, but somebody may repair the file by hand. Each
-        # file moved aside before may hold what no other does.
+        # Blocks cannot be opened without their wrapped key, but somebody may repair the file by hand. Each
+        # file moved aside earlier may contain keys that no other has, so none is replaced.
         numbered = map(paths.data_keys_aside, range(1, _LIMIT_COUNT))
         aside = next(
             (path for path in numbered if not exists(files, path)), paths.data_keys_aside(_LIMIT_COUNT - 1)
@@ -110,7 +110,7 @@ def _read(files: Files, paths: StorePaths) -> list[bytes]:
 
 
 def _stored(files: Files, paths: StorePaths) -> list[bytes] | None:
-    """Return the wrapped keys, oldest first; None when the file is not what was written."""
+    """Return the wrapped keys, oldest first; None if the file is not as it was written."""
     if not exists(files, paths.data_keys):
         return []
     try:
@@ -123,7 +123,7 @@ def _stored(files: Files, paths: StorePaths) -> list[bytes] | None:
 
 
 def _write(files: Files, paths: StorePaths, wrapped: Sequence[bytes]) -> None:
-    """Replace the file durably: blocks are written under its newest key from now on."""
+    """Replace the file durably: from now on blocks are written under its newest key."""
     text = json.dumps({"format": _FORMAT, "wrapped": [item.hex() for item in wrapped[-_LIMIT_COUNT:]]})
     replace_file(files, paths.data_keys, text.encode())
     files.fsync_dir(paths.root)

@@ -1,9 +1,9 @@
-"""Directory exchange: blocks of a cache directory to an archive, and from an archive into a directory.
+"""Directory exchange: copies blocks of a cache directory to an archive, and from an archive into a directory.
 
-For the `icehouse cache` commands. Both take the directory's lock, so no server may use it. Block files are
-copied as they are: what is encrypted stays encrypted, and only a directory with the same key can use it.
-An imported block is committed by the store of a server, so a crash leaves whole blocks, and a partial file
-that the next start removes.
+For the `icehouse cache` commands. Both take the directory's lock, so no server may be using it. Block files
+are copied unchanged: encrypted ones stay encrypted, and only a directory with the same key can use them.
+Imported blocks are committed by the same store as a server's, so a crash leaves only whole blocks, and a
+partial file that the next start removes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from icehouse_server.storage.storage_settings import StorageSettings
 from icehouse_server.storage.store_paths import PARTIAL_SUFFIX, StorePaths
 
 CHUNK_BYTES = 1 << 20
-"""Read and written at a time."""
+"""Bytes read and written at a time."""
 _DETAIL_LIMIT = 256
 """Characters of a fingerprint's detail, or of its name."""
 Progress = Callable[[int], None]
-"""Called with the blocks done so far."""
+"""Called with the number of blocks done so far."""
 
 
 class Refusal(enum.StrEnum):
@@ -57,12 +57,12 @@ class Refusal(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an archive was made of."""
+    """The contents of an archive that was written."""
 
     block_count: int
     size_bytes: int
     left_out_count: int
-    """Blocks that are damaged, or whose prompt's beginning is gone."""
+    """Blocks that are damaged, or whose prompt's beginning is missing."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,14 +72,14 @@ class ImportReport:
     adopted_count: int = 0
     adopted_bytes: int = 0
     known_count: int = 0
-    """Blocks that were there already."""
+    """Blocks that were stored already."""
     refused: Counter[Refusal] = dataclasses.field(default_factory=Counter)
     stop_detail: str = ""
-    """Why the rest of the archive was not read; empty when all of it was."""
+    """Why the rest of the archive was not read; empty if all of it was."""
 
 
 class ExportSource:
-    """The blocks of one model in a directory. Locked while it is open."""
+    """The blocks of one model in a directory, which is locked during the export."""
 
     def __init__(self, store: OfflineStore, *, files: Files, cipher: Cipher | None = None) -> None:
         self._store = store
@@ -89,11 +89,11 @@ class ExportSource:
     def stream(
         self, *, fingerprint: str = "", block: str = "", progress: Progress = lambda _: None
     ) -> Iterator[bytes | ExportReport]:
-        """Yield the bytes of an archive, at last the report of it.
+        """Yield the bytes of an archive, and last its report.
 
-        `fingerprint` is the beginning of a model's (hexadecimal); needed where there are several. With
-        `block`, the beginning of a block's name, only the blocks of the prompt that ends with this one.
-        Raises `NotFound`, `StartError` when a server has the directory, `StorageError` from the disk.
+        `fingerprint` is the beginning of a model's (hexadecimal); required if there are several models. With
+        `block`, the beginning of a block's name, export only the blocks of the prompt that ends with it.
+        Raises `NotFound`, `StartError` if a server has the directory, `StorageError` from the disk.
         """
         lock = take_lock(self._files, self._store.paths)
         try:
@@ -148,12 +148,12 @@ class _Writing:
     entry: BlockEntry
     descriptor: int
     path: str
-    """Of the partial file."""
+    """Path of the partial file."""
     offset: int = 0
 
 
 class ImportTarget:
-    """A directory that takes the blocks of one archive; made where there is none."""
+    """A directory that takes the blocks of one archive; created if it does not exist."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class ImportTarget:
         free_floor_bytes: int,
         cipher: Cipher | None = None,
     ) -> None:
-        """`limit_bytes` is for all block files and the manifest, and so much stays free on the disk."""
+        """`limit_bytes` is for all block files and the manifest; `free_floor_bytes` stay free on the disk."""
         settings = StorageSettings(
             directory=directory,
             limit_bytes=limit_bytes,
@@ -183,10 +183,10 @@ class ImportTarget:
         self._report = ImportReport()
 
     def adopt(self, stream: Iterable[bytes], *, progress: Progress = lambda _: None) -> ImportReport:
-        """Adopt an archive's blocks, up to the first byte that is not as it was written. Once.
+        """Adopt an archive's blocks, up to the first byte that is not as written. Call it once.
 
-        Raises `StorageError` for an archive of a model that is not this directory's, and where the disk
-        refuses from the start; `StartError` when a server has the directory.
+        Raises `StorageError` if the archive is of a model that is not this directory's, or if the disk
+        refuses from the start; `StartError` if a server has the directory.
         """
         store = self._store
         try:
@@ -231,11 +231,11 @@ class ImportTarget:
             self._end(writing)
 
     def _admit(self, header: ArchiveHeader) -> None:
-        """Make the folder for an archive's model; raises `StorageError` where it is not this directory's."""
+        """Make the folder for an archive's model; raises `StorageError` if it is not this directory's."""
         known, cipher = self._store.manifest.fingerprints(), self._store.cipher
         key_id = header.details.get(KEY_DETAIL, "")
-        # A new directory takes any model; but nothing in it could open what is encrypted under another key,
-        # and nobody wants blocks in the clear beside a key.
+        # A new directory takes any unencrypted model; it could not open blocks encrypted under another key.
+        # A directory with a key takes no unencrypted blocks.
         is_foreign = header.fingerprint not in known and (known or key_id)
         if is_foreign or (cipher is not None and not key_id):
             directory, own = self._store.paths.root, ", ".join(each.hex() for each in known) or "none yet"
@@ -249,7 +249,7 @@ class ImportTarget:
                 "encrypt anew",
                 metadata={"archive": header.fingerprint.hex(), "directory": own},
             )
-        # Somebody else's words, which commands print; they replace nothing.
+        # Details are a stranger's text, which commands print; they replace no details of ours.
         words = {} if header.fingerprint in known else header.details
         details = {_printable(name): _printable(value) for name, value in words.items()}
         self._store.admit(header.fingerprint, details)
@@ -270,7 +270,7 @@ class ImportTarget:
 
     def _end(self, writing: _Writing) -> None:
         is_adopted = self._commit(writing)
-        # Removes nothing of a block that was adopted: it has its name by now.
+        # This removes nothing of an adopted block, which has its final name by now.
         self._discard(writing)
         self._writing = None
         if not is_adopted:
@@ -280,7 +280,7 @@ class ImportTarget:
         self._report.adopted_bytes += writing.entry.file_bytes
 
     def _commit(self, writing: _Writing) -> bool:
-        """Make a written file durable, verify it and commit it; False when it is not the block that its entry
+        """Make a written file durable, verify it and commit it; False if it is not the block that its entry
         names."""
         assert self._fingerprint is not None
         store = self._store
@@ -303,7 +303,7 @@ class ImportTarget:
 
 
 def _chosen(rows: Rows, fingerprint: str) -> list[BlockRecord]:
-    """Return the rows of one model. Raises `NotFound` where there is none, or more than one."""
+    """Return the rows of one model. Raises `NotFound` if there are none, or several models match."""
     records = [r for r in rows.records if r.fingerprint.hex().startswith(fingerprint.lower())]
     found = {record.fingerprint.hex() for record in records}
     if len(found) != 1:
@@ -323,7 +323,7 @@ def _chain(records: Iterable[BlockRecord], last: BlockRecord) -> list[BlockRecor
     chain = [last]
     while (above := by_name.get(chain[-1].parent)) is not None:
         if above.start_token_index >= chain[-1].start_token_index:
-            break  # no row of ours says so
+            break  # no row of ours is like this
         chain.append(above)
     return chain
 
@@ -335,7 +335,7 @@ def _entry(record: BlockRecord) -> BlockEntry:
 
 
 def _is_entry(file: BlockFile, entry: BlockEntry, fingerprint: Fingerprint) -> bool:
-    """Return whether a file is the block that an archive says it is."""
+    """Return whether a file is the block that its archive entry describes."""
     outline = file.outline
     found = BlockEntry(
         outline.hash, outline.parent, outline.start_token_index, outline.token_count, file.file_bytes
@@ -344,7 +344,7 @@ def _is_entry(file: BlockFile, entry: BlockEntry, fingerprint: Fingerprint) -> b
 
 
 def _parts(files: Files, path: str, size_bytes: int) -> Iterator[bytes]:
-    """Yield the bytes of a file. Raises OSError where it has fewer."""
+    """Yield a file's bytes. Raises OSError if it has fewer than `size_bytes`."""
     with opened(files, path) as descriptor:
         for offset in range(0, size_bytes, CHUNK_BYTES):
             part = bytearray(min(CHUNK_BYTES, size_bytes - offset))

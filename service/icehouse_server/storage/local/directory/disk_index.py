@@ -1,4 +1,4 @@
-"""Disk index: the blocks on SSD in memory, their bytes and counts, and which is evicted first.
+"""Disk index: records in memory of the blocks on SSD, their bytes and counts, and which is evicted first.
 
 Owned by the storage thread. Eviction order is least recently used, but only among leaves: a
 block whose parent is gone cannot be reached, so a chain shrinks from its end.
@@ -20,14 +20,14 @@ from icehouse_server.pins import NOT_PINNED, PinEnds
 from icehouse_server.storage.local.directory.manifest import BlockRecord
 
 _STALE_LIMIT = 64
-"""Stale entries for which the heap is not rebuilt."""
+"""How many stale entries the heap may have before it is rebuilt."""
 _SAMPLE_LIMIT = 8192
 """Blocks whose ages are sorted for percentiles; more would take this thread too long."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Counts:
-    """Of one model's blocks."""
+    """Counts of one model's blocks."""
 
     block_count: int = 0
     tail_count: int = 0
@@ -38,13 +38,13 @@ class _Counts:
 class DiskIndex:
     """Records by hash, with a heap of the leaves by recency.
 
-    The heap holds stale entries (a use is only noted, not moved); they are corrected or
+    The heap contains stale entries (a use is noted without moving its entry); they are corrected or
     dropped when they reach the top, so each operation is O(log n) amortised.
     """
 
     def __init__(self, records: Iterable[BlockRecord] = ()) -> None:
-        """`records` come from the least to the most recently used."""
-        # In bulk, not by `put`: a start with 100,000 blocks waits for this.
+        """`records` are ordered from the least to the most recently used."""
+        # In bulk, not with `put`: a start with 100,000 blocks waits for this.
         self._records = {record.hash: record for record in records}
         self._uses = {name: use for use, name in enumerate(self._records, start=1)}
         self._use_number = len(self._records)
@@ -54,7 +54,7 @@ class DiskIndex:
         self._pin_ends = PinEnds()
         self.block_bytes = 0
         self.raw_bytes = 0
-        """Of the blocks' tensors, as they are in memory."""
+        """Tensors' bytes of the blocks, as in memory."""
         for record in self:
             self._count(record, 1)
         self._leaves = [(use, name) for name, use in self._uses.items() if self._is_evictable(name)]
@@ -82,8 +82,8 @@ class DiskIndex:
         return sorted(own, key=lambda record: self._uses[record.hash])
 
     def fill(self, stats: TierStats, fingerprint: Fingerprint, *, now: float) -> TierStats:
-        """Return statistics with the counts of one fingerprint's blocks, and percentiles of their ages, those
-        of a sample where there are very many blocks."""
+        """Return `stats` with the counts of one fingerprint's blocks and percentiles of their ages, which
+        come from a sample if there are very many blocks."""
         self.end_pins(now)
         sample = islice(self, 0, None, 1 + len(self) // _SAMPLE_LIMIT)
         ages = (max(now - r.last_used_time, 0.0) for r in sample if r.fingerprint == fingerprint)
@@ -102,20 +102,20 @@ class DiskIndex:
         self._offer(record.hash)
 
     def replace(self, record: BlockRecord) -> None:
-        """Replace the record of a stored block; its recency stays."""
+        """Replace the record of a stored block, without changing its recency."""
         self._count(self._records[record.hash], -1)
         self._records[record.hash] = record
         self._count(record, 1)
 
     def covers(self, block: HostBlock) -> bool:
-        """Return whether a block is stored with every region that it has here."""
+        """Return whether a block is stored with every region that `block` has."""
         record = self._records.get(block.header.hash)
         if record is None:
             return False
         return all(record.region_bytes(region.kind) or not region.size_bytes for region in block.regions)
 
     def remove(self, block_hash: BlockHash) -> BlockRecord | None:
-        """Forget a block and return its record, or None when it is not stored."""
+        """Forget a block and return its record, or None if it is not stored."""
         record = self._records.pop(block_hash, None)
         if record is None:
             return None
@@ -128,7 +128,7 @@ class DiskIndex:
         return record
 
     def touch(self, block_hash: BlockHash, *, now_time: float) -> bool:
-        """Note a use, seconds since the epoch; False when the block is not stored."""
+        """Note a use at a time in seconds since the epoch; False if the block is not stored."""
         record = self._records.get(block_hash)
         if record is None:
             return False
@@ -151,12 +151,12 @@ class DiskIndex:
         self._offer(block_hash)
 
     def end_pins(self, now_time: float) -> None:
-        """Unpin the blocks whose pins have ended (`Clock.wall`). Their rows say so by themselves."""
+        """Unpin the blocks whose pins have ended (`Clock.wall`). Their rows already have the end time."""
         for block_hash in self._pin_ends.take(now_time):
             self.set_pin(block_hash, NOT_PINNED)
 
     def next_victim(self) -> BlockRecord | None:
-        """Return the block to evict next without removing it, or None when none can be evicted."""
+        """Return the next block to evict, without removing it, or None if none can be evicted."""
         while self._leaves:
             use, block_hash = self._leaves[0]
             if not self._is_evictable(block_hash):
@@ -180,7 +180,7 @@ class DiskIndex:
         self._pin_ends.note(record.hash, record.pin_end_time if sign > 0 else NOT_PINNED)
 
     def _offer(self, block_hash: BlockHash) -> None:
-        """Put a block into the heap if it may be evicted now."""
+        """Push a block onto the heap if it may be evicted now."""
         if not self._is_evictable(block_hash):
             return
         heapq.heappush(self._leaves, (self._uses[block_hash], block_hash))

@@ -1,10 +1,10 @@
-"""Lock of a cache directory: one process in it, nobody else's files, and the mark of a clean shutdown.
+"""Lock of a cache directory: one process at a time, no files of others, and the mark of a clean shutdown.
 
 The mark records what the directory looked like when it was closed. A folder's modification time changes
-with every file that is created, removed or renamed in it, and the manifest's with every row. When all of
-them are what the mark says, rows and files still agree and the start need not scan the files. What this
-cannot see, a file changed in place, is seen by the deferred scan and by the checksums of every load. The
-mark needs no fsync, for a mark that outlives a change no longer matches.
+whenever a file is created, removed or renamed in it, and the manifest's with every row. If all of them match
+the mark, rows and files still agree and the start need not scan the files. What this cannot detect, a file
+changed in place, is detected by the deferred scan and by the checksums of every load. The mark needs no
+fsync, because a mark that outlives a change no longer matches.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MARK_LIMIT_BYTES = 1 << 20
 
 
 def take_lock(files: Files, paths: StorePaths) -> int:
-    """Take the directory's lock, making the directory if needed; return the descriptor that holds it.
+    """Take the directory's lock, creating the directory if needed; return the descriptor that holds it.
 
-    Raises `StartError` naming the owner when another process has it, or naming what in the directory
-    others could swap or write; `OSError` from the disk.
+    Raises `StartError` naming the owner if another process has it, or naming the part of the directory
+    that others could swap or write; `OSError` from the disk.
     """
     files.make_dir(paths.root)
     check_trust(files, paths)
@@ -42,10 +42,10 @@ def take_lock(files: Files, paths: StorePaths) -> int:
 
 
 def check_trust(files: Files, paths: StorePaths) -> None:
-    """Refuse a directory that others may write, or whose parts are links or belong to others, and have
+    """Refuse a directory that others may write, or whose parts are links or belong to others, and make
     `files` enforce that from now on.
 
-    The root itself may be a link, to a larger disk for example; then its target counts.
+    The root itself may be a link, to a larger disk for example; then its target is checked.
     Raises `StartError`, or `OSError` from the disk.
     """
     root = os.path.realpath(paths.root)
@@ -73,14 +73,14 @@ def _check(path: str, info: FileInfo, *, is_folder: bool) -> None:
 
 
 def leave_mark(files: Files, paths: StorePaths) -> None:
-    """Write the mark; the manifest is closed by now. Raises `OSError`."""
+    """Write the mark; the manifest must be closed. Raises `OSError`."""
     write_anew(files, paths.clean_mark, json.dumps(_snapshot(files, paths), sort_keys=True).encode())
 
 
 def take_mark(files: Files, paths: StorePaths) -> bool:
-    """Remove the mark; return whether the directory is still as it says.
+    """Remove the mark; return whether the directory still matches it.
 
-    Raises `OSError` when it cannot be removed: it must not outlive the next change.
+    Raises `OSError` if it cannot be removed: it must not outlive the next change.
     """
     try:
         text = read_text(files, paths.clean_mark, limit_bytes=_MARK_LIMIT_BYTES)
@@ -97,7 +97,7 @@ def _snapshot(files: Files, paths: StorePaths) -> dict[str, int]:
     """Return the times and sizes that a mark records, by name."""
     manifest = files.stat(paths.manifest)
     return {
-        # Another version of this program must look at everything: it may delete what this one retains.
+        # Another version of this program must check everything: it may delete what this one retains.
         "layout_abi": LAYOUT_ABI,
         "manifest.size_bytes": manifest.size_bytes,
         "manifest.mtime_ns": manifest.mtime_ns,

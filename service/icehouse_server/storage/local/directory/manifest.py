@@ -1,9 +1,9 @@
 """Manifest: one SQLite row per committed block. The row is the commit.
 
-Owned by the storage thread; SQLite refuses another. WAL with `synchronous=NORMAL`: a power
-cut may lose the newest rows but never leaves a torn database, and a lost row is repaired at
-the next start (a file without a row is adopted, a row without a file is deleted).
-Every method raises `sqlite3.Error` when the database cannot do it.
+Owned by the storage thread; SQLite refuses any other. WAL with `synchronous=NORMAL`: a power
+cut may lose the newest rows but never leaves a torn database, and the next start repairs a
+lost row (a file without a row is adopted, a row without a file is deleted).
+Every method raises `sqlite3.Error` if the database cannot do its work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BlockRecord(NamedTuple):
     """One committed block; sizes in bytes.
 
     A tuple and not a frozen dataclass as elsewhere: a start makes 100,000 of them, in a quarter of the time.
-    The fields up to `header_checksum` are facts about the file and never change without it;
+    The fields up to `header_checksum` are facts about the file and change only with the file;
     the rest is the block's history.
     """
 
@@ -58,7 +58,7 @@ class BlockRecord(NamedTuple):
     mtime_ns: int
     """The file's modification time when the row was written; if it differs, the file is read again."""
     inode: int
-    """The file's inode number then; if it differs, the file is read again."""
+    """The file's inode number at that time; if it differs, the file is read again."""
     layout_abi: int
     header_checksum: int
     created_time: float
@@ -66,7 +66,7 @@ class BlockRecord(NamedTuple):
     """Wall clock, seconds since the epoch."""
     hit_count: int
     pin_end_time: float
-    """Wall clock; `DiskIndex.end_pins` takes it off."""
+    """Wall clock; `DiskIndex.end_pins` clears it then."""
 
     @property
     def depth(self) -> int:
@@ -78,11 +78,11 @@ class BlockRecord(NamedTuple):
         return self.pin_end_time > NOT_PINNED
 
     def region_bytes(self, kind: RegionKind) -> int:
-        """Return the bytes of the region of this kind; 0 when the block has none."""
+        """Return the bytes of the region of this kind; 0 if the block has none."""
         return int(getattr(self, f"{kind}_bytes"))
 
     def used_by_now(self, now_time: float) -> BlockRecord:
-        """Return this with no use in the future: a clock that was wrong once must not retain it for ever."""
+        """Return this without uses in the future: a clock that was once wrong must not retain it for ever."""
         return self._replace(
             last_used_time=min(self.last_used_time, now_time), created_time=min(self.created_time, now_time)
         )
@@ -92,7 +92,7 @@ class BlockRecord(NamedTuple):
         return BlockRecord._make((*self[:_FACT_COUNT], *other[_FACT_COUNT:]))
 
     def is_of(self, file: BlockFile) -> bool:
-        """Return whether every fact is what this file says."""
+        """Return whether every fact matches this file."""
         return record_of(file, mtime_ns=self.mtime_ns, inode=self.inode, used_time=0.0)._facts == self._facts
 
     def is_stamped(self, info: FileInfo) -> bool:
@@ -100,7 +100,7 @@ class BlockRecord(NamedTuple):
         return (self.mtime_ns, self.inode, self.file_bytes) == (info.mtime_ns, info.inode, info.size_bytes)
 
     def facts_checksum(self) -> int:
-        """Return the xxh3 of the facts, stored in the row, so that a row edited by hand is detected."""
+        """Return the xxh3 of the facts; it is stored in the row, so that a row edited by hand is detected."""
         return xxhash.xxh3_64_intdigest(_FACTS.pack(*self._facts))
 
     @property
@@ -109,7 +109,7 @@ class BlockRecord(NamedTuple):
 
 
 def record_of(file: BlockFile, *, mtime_ns: int, inode: int, used_time: float) -> BlockRecord:
-    """Return the record of a file as it is committed or adopted."""
+    """Return the record of a file that is being committed or adopted."""
     return BlockRecord(
         **dataclasses.asdict(file.outline),
         kv_bytes=file.region_bytes(RegionKind.KV),
@@ -129,7 +129,7 @@ def record_of(file: BlockFile, *, mtime_ns: int, inode: int, used_time: float) -
 
 _RENAMED = {"fingerprint": "fingerprint_id", "header_checksum": "header_xxh3", "pin_end_time": "pinned"}
 _COLUMNS = [_RENAMED.get(field, field) for field in BlockRecord._fields]
-"""Of table `blocks`, in the order of a record's fields."""
+"""Columns of table `blocks`, in the order of a record's fields."""
 _INSERTED = [*_COLUMNS, "depth", "file", "row_xxh3"]
 _INSERT = f"INSERT OR REPLACE INTO blocks ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
 _SMALL_TABLES = ("fingerprints", "rates", "written_days")
@@ -139,16 +139,16 @@ LOG_ALLOWANCE_BYTES = 4 << 20
 """What the size limit reserves for the write-ahead log, its index and the next rows."""
 _LOG_LIMIT_PAGES = 256
 GROWTH_ALLOWANCE_BYTES = _LOG_LIMIT_PAGES * 4096
-"""How much one row may make the database grow: a checkpoint adds all pages of the log."""
+"""How much one row may grow the database: a checkpoint adds all pages of the log."""
 _VALUE_LIMIT_BYTES = 16 << 20
 """Most bytes of a value or a row: far more than a block's token ids and regions take."""
 _OPENING_LIMIT_STEPS = 10_000_000
-"""Virtual machine steps that one statement may take while opening: about a second."""
+"""Virtual machine steps that one statement may take during opening: about a second."""
 _COUNT_LIMIT = 1 << 62
 """No real count is larger. Sums with a count below this still fit SQLite's integers."""
 _PINNED = 1
-"""Of column `pinned`: until it is unpinned. More is when the pin ends, in seconds since the epoch; earlier
-versions take that for not pinned."""
+"""Value of column `pinned` for a pin without end. A larger value is the pin's end, in seconds since the
+epoch; earlier versions take that for not pinned."""
 _RELATIVE = StorePaths("")
 
 
@@ -162,11 +162,11 @@ class Manifest:
     def open(cls, path: str) -> Manifest:
         """Open or create the manifest and bring its schema up to date.
 
-        Raises `ForeignManifest` when its tables are not what this version can write.
+        Raises `ForeignManifest` if its tables are not those that this version can write.
         """
         connection = _connect(path, cached_statements=64)
         try:
-            # Nothing here takes long, unless the file was made to harm.
+            # Nothing here takes long, unless the file was crafted to do harm.
             connection.set_progress_handler(lambda: 1, _OPENING_LIMIT_STEPS)
             database = Database(connection, execute_plugins=False, strict=True)
             check_schema(database, is_complete=False)
@@ -174,7 +174,7 @@ class Manifest:
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_LIMIT_PAGES}")
             connection.execute(f"PRAGMA journal_size_limit = {LOG_ALLOWANCE_BYTES}")
-            # On: a page that becomes free is overwritten too. Not every build of SQLite does so by itself.
+            # On: a page that becomes free is overwritten too. Not every build of SQLite does so by default.
             connection.execute("PRAGMA secure_delete = ON")
             migrations.apply(database)
             check_schema(database, is_complete=True)
@@ -186,9 +186,9 @@ class Manifest:
 
     @classmethod
     def open_read_only(cls, path: str) -> Manifest:
-        """Open an existing manifest without changing it; one may be open for writing elsewhere.
+        """Open an existing manifest without changing it; another process may have it open for writing.
 
-        Raises `ForeignManifest` when there is anything in it that is not ours.
+        Raises `ForeignManifest` if it contains anything that is not ours.
         """
         connection = _connect(f"file:{urllib.parse.quote(path)}?mode=ro", uri=True)
         database = Database(connection, execute_plugins=False)
@@ -200,7 +200,7 @@ class Manifest:
         return cls(database)
 
     def close(self, *, checkpoint: bool = True) -> None:
-        """Close the connection; the last one folds the write-ahead log into the database."""
+        """Close the connection; with `checkpoint` first fold the write-ahead log into the database."""
         connection = self._database.conn
         assert connection is not None
         try:
@@ -210,15 +210,15 @@ class Manifest:
             connection.close()
 
     def scrub(self) -> None:
-        """Rewrite the database without contents of no row and without what deleted rows left in its pages."""
+        """Rewrite the database without orphaned contents and without remains of deleted rows in its pages."""
         with self._database.atomic():
             self._connection.execute("DELETE FROM block_contents WHERE hash NOT IN (SELECT hash FROM blocks)")
         self._connection.execute("VACUUM")
 
     def complaint(self, *, check_pages: bool) -> str:
-        """Return what SQLite finds damaged in the database; empty where it is intact.
+        """Return what SQLite finds damaged in the database; empty if it is intact.
 
-        Without `check_pages` only the tables of few rows are checked: all of them are read at once.
+        Without `check_pages` only the tables with few rows are checked, which are read whole anyway.
         """
         checks = ["quick_check(1)"] * check_pages + [f"integrity_check({table})" for table in _SMALL_TABLES]
         answers = (self._connection.execute(f"PRAGMA {each}").fetchone() for each in checks)
@@ -232,11 +232,11 @@ class Manifest:
     def load(self, *, check_facts: bool = True) -> tuple[list[BlockRecord], list[BlockHash]]:
         """Return all records, least recently used first, and the hashes of rows that are not as written.
 
-        Without `check_facts` those are only rows that cannot be understood: for a manifest that is known to
-        be as it was left.
+        Without `check_facts`, for a manifest known to be as it was left, those are only rows that cannot be
+        parsed.
         """
         records, edited = [], []
-        # Joined and sorted here: with 100,000 rows SQLite takes half a second longer for it.
+        # Joined and sorted here: with 100,000 rows SQLite would take half a second longer.
         names = dict(self._connection.execute("SELECT id, fingerprint FROM fingerprints"))
         columns = ", ".join([*_COLUMNS, "row_xxh3"] if check_facts else _COLUMNS)
         with _without_collections():
@@ -265,7 +265,7 @@ class Manifest:
         return records, edited
 
     def check(self, record: BlockRecord, file: BlockFile) -> None:
-        """Raise `BlockFileError` unless a block's row, its bulky contents too, is what its file says."""
+        """Raise `BlockFileError` unless a block's row and its bulky contents match its file."""
         row = self._connection.execute(
             "SELECT hash, token_ids, extra, regions FROM block_contents WHERE hash = ?", (file.outline.hash,)
         ).fetchone()
@@ -296,7 +296,7 @@ class Manifest:
                 self._connection.execute("DELETE FROM written_days WHERE day < ?", (day - 31,))
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
-        """Delete rows; hashes without a row are passed over."""
+        """Delete rows; hashes without a row are ignored."""
         with self._database.atomic():
             for table in ("block_contents", "blocks"):
                 self._connection.executemany(
@@ -304,7 +304,7 @@ class Manifest:
                 )
 
     def touch(self, uses: Mapping[BlockHash, tuple[float, int]]) -> None:
-        """Record the last use (wall clock) and the further hits of many blocks in one transaction."""
+        """Record the last use (wall clock) and the additional hits of many blocks in one transaction."""
         with self._database.atomic():
             self._connection.executemany(
                 "UPDATE blocks SET last_used_time = max(last_used_time, ?), hit_count = hit_count + ? "
@@ -313,7 +313,7 @@ class Manifest:
             )
 
     def forget_future(self, now_time: float) -> None:
-        """Let no block have been used later than now (wall clock)."""
+        """Reset all uses later than now (wall clock) to now."""
         with self._database.atomic():
             self._connection.execute(
                 "UPDATE blocks SET last_used_time = ? WHERE last_used_time > ?", (now_time, now_time)
@@ -330,7 +330,7 @@ class Manifest:
     def add_fingerprint(
         self, fingerprint: Fingerprint, *, details: Mapping[str, str], now_time: float
     ) -> None:
-        """Add a fingerprint. Details replace earlier ones, but empty details do not."""
+        """Add a fingerprint. Non-empty details replace earlier ones."""
         with self._database.atomic():
             self._connection.execute(
                 "INSERT INTO fingerprints (fingerprint, details, created_time) VALUES (?, ?, ?) "
@@ -340,12 +340,12 @@ class Manifest:
             )
 
     def fingerprints(self) -> dict[Fingerprint, dict[str, str]]:
-        """Return all fingerprints with their human-readable details; damaged ones have none."""
+        """Return all fingerprints with their human-readable details; damaged details are empty."""
         rows = self._connection.execute("SELECT fingerprint, details FROM fingerprints ORDER BY id")
         return {Fingerprint(row[0]): _details(row[1]) for row in rows}
 
     def set_rates(self, rates: Mapping[Fingerprint, LearnedRates]) -> None:
-        """Record what was learned of models' speed; those without a fingerprint here are passed over."""
+        """Record models' learned rates; models without a fingerprint here are ignored."""
         with self._database.atomic():
             self._connection.executemany(
                 f"INSERT OR REPLACE INTO rates (fingerprint_id, {_RATES}) "
@@ -354,7 +354,7 @@ class Manifest:
             )
 
     def rates(self) -> dict[Fingerprint, LearnedRates]:
-        """Return what was learned of models' speed, without rows that nobody can have measured."""
+        """Return models' learned rates, without implausible rows."""
         rows = self._connection.execute(
             f"SELECT fingerprint, {_RATES} FROM rates JOIN fingerprints ON fingerprint_id = id"
         )
@@ -362,7 +362,7 @@ class Manifest:
         return {fingerprint: rates for fingerprint, rates in found.items() if rates.is_plausible}
 
     def written_days(self) -> dict[int, int]:
-        """Return the bytes committed on each of the last days (days since the epoch, UTC)."""
+        """Return the bytes committed on each of the recent days (days since the epoch, UTC)."""
         return dict(self._connection.execute("SELECT day, size_bytes FROM written_days"))
 
     @property
@@ -389,14 +389,14 @@ def _row(record: BlockRecord, fingerprint_ids: Mapping[bytes, int]) -> tuple[obj
 
 
 def _pinned(end_time: float) -> int:
-    """Return what column `pinned` says of a pin, to the second."""
+    """Return the value of column `pinned` for a pin, rounded up to seconds."""
     if end_time in (NOT_PINNED, UNTIL_UNPINNED):
         return _PINNED if end_time else 0
     return max(_PINNED + 1, math.ceil(end_time))
 
 
 def _end_time(pinned: int | None) -> float:
-    """Return when a pin ends (wall clock), of what column `pinned` says."""
+    """Return when a pin ends (wall clock), from column `pinned`."""
     return UNTIL_UNPINNED if pinned == _PINNED else max(NOT_PINNED, float(pinned or 0))
 
 
@@ -409,7 +409,7 @@ def _details(text: str) -> dict[str, str]:
 
 
 class _Connection(sqlite3.Connection):
-    """A connection that raises `sqlite3.Error` also when SQLite's message is not UTF-8."""
+    """A connection that raises `sqlite3.Error` also if SQLite's message is not UTF-8."""
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
         with _decoding_errors():
@@ -422,7 +422,7 @@ class _Connection(sqlite3.Connection):
 
 @contextlib.contextmanager
 def _decoding_errors() -> Iterator[None]:
-    """Raise the error that Python failed to make: what it could not decode is SQLite's message."""
+    """Raise the error that Python failed to make because it could not decode SQLite's message."""
     try:
         yield
     except UnicodeDecodeError as undecoded:
@@ -435,15 +435,15 @@ def _connect(path: str, *, uri: bool = False, cached_statements: int = 128) -> s
     connection = sqlite3.connect(
         path, timeout=5.0, uri=uri, cached_statements=cached_statements, factory=_Connection
     )
-    # A damaged text is a wrong value of its row, not an error of the whole database.
+    # A damaged text makes its value wrong, and is no error of the whole database.
     connection.text_factory = _text
-    # The file may be a stranger's, with definitions and pages made to harm.
+    # The file may come from a stranger, with definitions and pages crafted to do harm.
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA cell_size_check = ON")
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_LIMIT_BYTES)
     connection.setlimit(sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH, 0)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 64)
-    # From Python 3.12 on.
+    # Only from Python 3.12 on.
     set_config = getattr(connection, "setconfig", None)
     if set_config is not None:
         set_config(getattr(sqlite3, "SQLITE_DBCONFIG_DEFENSIVE"), True)  # noqa: B009

@@ -1,4 +1,4 @@
-"""Offline store: a cache directory from the outside, for the `icehouse cache` commands.
+"""Offline store: a cache directory seen from outside, for the `icehouse cache` commands.
 
 `rows`, `inspect`, `check` and `verify` change nothing and may run beside a running server, whose
 unfinished work can then appear as a discrepancy that is gone a moment later.
@@ -40,7 +40,7 @@ _PURGE_BATCH_COUNT = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """What the manifest says."""
+    """The contents of the manifest."""
 
     records: tuple[BlockRecord, ...]
     """From the least to the most recently used."""
@@ -52,7 +52,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """One verified block; `damage` is None when it is whole and what its row says."""
+    """One verified block; `damage` is None if it is sound and matches its row."""
 
     record: BlockRecord
     damage: Damage | None
@@ -60,12 +60,12 @@ class Verdict:
 
 
 class PurgeScope(enum.Enum):
-    """What is removed beside the blocks that were chosen by their rows."""
+    """What to remove in addition to the blocks that were chosen by their rows."""
 
     CHOSEN = enum.auto()
     """Nothing."""
     CLEAR_TEXT = enum.auto()
-    """All that can be read without a key, with a row or without, and the quarantine."""
+    """Everything readable without a key, with a row or without, and the quarantine."""
     EVERYTHING = enum.auto()
     """All blocks, whatever their rows say, the quarantine, the manifest and the data keys."""
 
@@ -74,14 +74,14 @@ class OfflineStore:
     """One cache directory. Every method opens what it needs and closes it again."""
 
     def __init__(self, directory: str, *, files: Files, clock: Clock, cipher: Cipher | None = None) -> None:
-        """With a `cipher`, blocks under its key are read whole; of others only the outline is read."""
+        """With a `cipher`, blocks under its key are read completely; of others only the outline."""
         self._cipher = cipher
         self.paths = StorePaths(os.path.abspath(directory))
         self._files = files
         self._clock = clock
 
     def rows(self) -> Rows:
-        """Return the manifest's rows; none when there is no manifest. Raises `StorageError`."""
+        """Return the manifest's rows; none if there is no manifest. Raises `StorageError`."""
         if not exists(self._files, self.paths.manifest):
             return Rows((), (), {})
         with self._manifest() as manifest:
@@ -91,7 +91,7 @@ class OfflineStore:
             return Rows(tuple(records), tuple(edited), manifest.fingerprints())
 
     def find(self, prefix: str) -> BlockRecord:
-        """Return the one block whose hash begins so (hexadecimal). Raises `NotFound`."""
+        """Return the one block whose hash begins with `prefix` (hexadecimal). Raises `NotFound`."""
         matches = [record for record in self.rows().records if record.hash.hex().startswith(prefix.lower())]
         if len(matches) != 1:
             raise NotFound(
@@ -127,7 +127,7 @@ class OfflineStore:
             progress=progress,
         )
         try:
-            # The bulky facts of each file are not needed to show its finding.
+            # A finding is shown without the bulky facts of its file.
             items = [dataclasses.replace(item, file=None) for item in scan]
         except OSError as error:
             raise self._unusable(error) from error
@@ -136,7 +136,7 @@ class OfflineStore:
     def verify(self, records: Sequence[BlockRecord]) -> Iterator[Verdict]:
         """Read and hash blocks one by one. Raises `StorageError`."""
         if not records:
-            return  # there may be no manifest, where a purge was cut short
+            return  # there may be no manifest after an interrupted purge
         with self._manifest() as manifest:
             for record in records:
                 try:
@@ -154,16 +154,16 @@ class OfflineStore:
         scope: PurgeScope,
         progress: Callable[[int, int], None],
     ) -> tuple[int, int]:
-        """Remove chosen blocks, or all that the scope names, under the directory's lock; return how many
-        files that were, and their bytes.
+        """Remove chosen blocks, or everything in the scope, under the directory's lock; return the number of
+        files removed and their bytes.
 
-        What the manifest said of them is overwritten. `progress` gets how many of how many chosen
-        blocks are gone. Raises `StartError` when a server has the directory, `StorageError` when the
+        The manifest's data about them is overwritten. `progress` gets how many of how many chosen
+        blocks are gone. Raises `StartError` if a server has the directory, `StorageError` if the
         disk refuses: what is gone by then stays gone, and a second call does the rest.
         """
         lock = take_lock(self._files, self.paths)
         try:
-            # Whatever happens now, the next start has to look.
+            # Whatever happens now, the next start must check the files.
             remove(self._files, self.paths.clean_mark)
             is_clear_text = scope is PurgeScope.CLEAR_TEXT
             if scope is PurgeScope.EVERYTHING:
@@ -183,14 +183,14 @@ class OfflineStore:
         *,
         with_clear_text: bool,
     ) -> Iterator[int]:
-        """Remove the chosen blocks, and perhaps all that can be read without a key; yield the bytes of each
-        file removed."""
+        """Remove the chosen blocks, and with `with_clear_text` everything readable without a key; yield the
+        bytes of each file removed."""
         try:
             rows = self.rows()
         except StorageError:
             if not with_clear_text:
                 raise
-            # A manifest that cannot be read may hold token ids; what it said stands in the files too.
+            # An unreadable manifest may contain token ids; everything it says is in the files too.
             self._drop_manifest()
             rows = Rows((), (), {})
         chosen = [record for record in rows.records if choose(record)]
@@ -205,7 +205,7 @@ class OfflineStore:
                         yield record.file_bytes
                     progress(start + len(batch), len(chosen))
                 if with_clear_text:
-                    # Rows that nobody wrote so may hold token ids all the same.
+                    # Rows that were not written by us may contain token ids nevertheless.
                     manifest.delete(rows.edited)
                 manifest.scrub()
         if with_clear_text:
@@ -214,8 +214,8 @@ class OfflineStore:
             yield from self._drop_quarantine()
 
     def _purge_everything(self) -> Iterator[int]:
-        """Remove all that the directory holds of prompts, with or without a usable manifest; yield the bytes
-        of each file removed.
+        """Remove everything in the directory that comes from prompts, with or without a usable manifest;
+        yield the bytes of each file removed.
 
         The keys go first: without them everything encrypted is unreadable. Then the files, and the rows only
         after them: a row without a file is nothing, a file without a row is a block.
@@ -229,7 +229,7 @@ class OfflineStore:
         self._drop_manifest()
 
     def _drop_files(self, may_go: Callable[[str], bool]) -> Iterator[int]:
-        """Remove the block files, unfinished ones too, that may go; yield the bytes of each."""
+        """Remove the block files, unfinished ones too, that `may_go` allows; yield the bytes of each."""
         for folder in self._list(self.paths.blocks):
             if not (folder.is_directory and is_folder_name(folder.name)):
                 continue
@@ -243,7 +243,7 @@ class OfflineStore:
             self._files.fsync_dir(folder_path)
 
     def _is_encrypted(self, path: str) -> bool:
-        """Return whether a file is a sound block under some key; an unfinished one may hold anything."""
+        """Return whether a file is a sound block under some key; an unfinished one may contain anything."""
         if path.endswith(PARTIAL_SUFFIX):
             return False
         try:
@@ -253,21 +253,21 @@ class OfflineStore:
             return False
 
     def _drop_quarantine(self) -> Iterator[int]:
-        """Remove what is set aside; yield the bytes of each damaged block."""
+        """Remove everything set aside; yield the bytes of each damaged block."""
         for info in self._list(self.paths.quarantine):
             remove(self._files, f"{self.paths.quarantine}/{info.name}")
             yield info.size_bytes
-        # A manifest that could not be read holds token ids like any other.
+        # A manifest that could not be read contains token ids like any other.
         for path in self.paths.manifests_aside:
             remove(self._files, path)
 
     def _drop_manifest(self) -> None:
-        """Remove the manifest and its logs, but remember the bytes written by day, for the daily budget."""
+        """Remove the manifest and its logs, but keep the bytes written by day, for the daily budget."""
         written: dict[int, int] = {}
         if exists(self._files, self.paths.manifest):
             with contextlib.suppress(StorageError), self._manifest() as manifest:
                 written = manifest.written_days()
-        # Its logs before itself, or they would outlive it.
+        # Its logs before the manifest itself, or they would outlive it.
         manifest_path = self.paths.manifest
         for path in (
             *self.paths.manifests_aside,
@@ -282,7 +282,7 @@ class OfflineStore:
         self._files.fsync_dir(self.paths.root)
 
     def _list(self, path: str) -> list[FileInfo]:
-        """Return what is in a folder; nothing when a backup was restored without it."""
+        """Return the entries of a folder; none if a backup was restored without the folder."""
         try:
             return self._files.list(path)
         except FileNotFoundError:

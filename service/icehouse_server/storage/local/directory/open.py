@@ -30,19 +30,19 @@ class OpenedStore:
 
     manifest: Manifest
     records: list[BlockRecord]
-    """Of all fingerprints, from the least to the most recently used."""
+    """All fingerprints' records, from the least to the most recently used."""
     quarantined: dict[BlockHash, int]
     """Bytes by hash, oldest first."""
     unknown_bytes: int
-    """Files in our folders that we did not name."""
+    """Bytes of files in our folders that we did not name."""
     report: ReconcileReport
 
 
 def open_store(paths: StorePaths, *, files: Files, clock: Clock, cipher: Cipher | None = None) -> OpenedStore:
     """Open the manifest, reconcile it with the files and return what is usable.
 
-    The directory is locked by the caller. Raises `OSError` or `sqlite3.Error` when the disk
-    refuses, `StartError` when something there is not ours alone; running it again is safe.
+    The caller holds the directory's lock. Raises `OSError` or `sqlite3.Error` if the disk
+    refuses, `StartError` if others can change something there; running it again is safe.
     """
     _prepare(files, paths, cipher)
     started = clock.monotonic()
@@ -50,7 +50,7 @@ def open_store(paths: StorePaths, *, files: Files, clock: Clock, cipher: Cipher 
     manifest, rows, edited, is_rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
     try:
         now_time = clock.wall()
-        # They are in the order of their use, so the last one decides.
+        # Rows are in the order of their use, so the last one decides.
         if rows and rows[-1].last_used_time > now_time:
             manifest.forget_future(now_time)
             rows = [row.used_by_now(now_time) for row in rows]
@@ -93,7 +93,7 @@ def open_store(paths: StorePaths, *, files: Files, clock: Clock, cipher: Cipher 
 
 
 def _prepare(files: Files, paths: StorePaths, cipher: Cipher | None) -> None:
-    """Make the folders, and check that everything there is ours."""
+    """Create the folders, and check that everything there is ours."""
     for path in (paths.root, paths.blocks, paths.quarantine):
         files.make_dir(path)
     # Since the lock was taken somebody may have put a link where SQLite will look.
@@ -109,8 +109,8 @@ def _prepare(files: Files, paths: StorePaths, cipher: Cipher | None) -> None:
 def changed_code(
     own: Mapping[str, str], known: Mapping[Fingerprint, Mapping[str, str]], records: Iterable[BlockRecord]
 ) -> tuple[str, ...]:
-    """Return the changed modules, if the newest blocks of the model that has these details, and no blocks of
-    its own, were computed by other code."""
+    """Return the modules that have changed since the newest blocks that differ from a model's details only in
+    code; empty if there are none. For a model without blocks of its own."""
     used: dict[Fingerprint, float] = {}
     for record in records:
         used[record.fingerprint] = max(record.last_used_time, used.get(record.fingerprint, 0.0))
@@ -128,7 +128,7 @@ def changed_code(
 def _load_manifest(
     files: Files, paths: StorePaths, *, check_pages: bool
 ) -> tuple[Manifest, list[BlockRecord], list[BlockHash], bool]:
-    """Return the open manifest, its rows and edited rows, and whether it is to be rebuilt beside blocks."""
+    """Return the open manifest, its rows and edited rows, and whether rows must be rebuilt from files."""
     existed = create_private(files, paths)
     # To SQLite a file without a byte is a database without a table.
     has_content = existed and bool(size_at(files, paths.manifest))
@@ -154,7 +154,7 @@ def _load_manifest(
         if isinstance(error, LaterManifest):
             aside = paths.manifest_later
         complaint = str(error)
-    # Retained for a person to inspect.
+    # Moved aside for a person to inspect.
     _log.warning("manifest_moved_aside", extra={"path": aside, "detail": f"{complaint}; {_MADE_ANEW}"})
     _remove_logs(files, paths)
     files.rename(paths.manifest, aside)
@@ -163,15 +163,15 @@ def _load_manifest(
 
 
 def _has_files(files: Files, paths: StorePaths) -> bool:
-    """Whether there may be blocks."""
+    """Return whether there may be block files."""
     folders = (folder for folder in files.list(paths.blocks) if folder.is_directory)
     return any(files.list(f"{paths.blocks}/{folder.name}") for folder in folders)
 
 
 def create_private(files: Files, paths: StorePaths) -> bool:
     """Create the manifest's file so that SQLite keeps its mode; return whether it existed already."""
-    # Rows are written through a log. SQLite would believe a rollback journal before we see any of it,
-    # including the name of a file to remove.
+    # We write rows through a log. SQLite would trust a rollback journal before we can check any of it, even
+    # the name of a file to remove.
     remove(files, paths.manifest + "-journal")
     try:
         files.close(files.create(paths.manifest))
@@ -182,6 +182,6 @@ def create_private(files: Files, paths: StorePaths) -> bool:
 
 
 def _remove_logs(files: Files, paths: StorePaths) -> None:
-    """Remove the logs of a manifest: they must never be replayed into another one."""
+    """Remove a manifest's logs: they must never be replayed into another one."""
     for suffix in ("-wal", "-shm"):
         remove(files, paths.manifest + suffix)

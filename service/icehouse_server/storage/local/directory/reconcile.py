@@ -1,8 +1,8 @@
-"""Reconciliation: the disagreements between the manifest's rows and the files, and their repair.
+"""Reconciliation: finds where the manifest's rows and the files disagree, and repairs it.
 
-Iterating over a `Scan` changes nothing; `icehouse cache check` shows that. `reconcile` repairs, in an order
-that a crash cannot turn into a lying row: rows are deleted before their files move, and inserted after
-their files are known to be whole.
+Iterating over a `Scan` changes nothing; `icehouse cache check` shows its findings. `reconcile` repairs in an
+order that a crash cannot turn into a row that lies: rows are deleted before their files move, and inserted
+after their files are known to be whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BATCH_COUNT = 512
 
 
 class Finding(enum.StrEnum):
-    """One kind of disagreement, with its repair."""
+    """One kind of disagreement; each docstring below names its repair."""
 
     PARTIAL = "partial file"
     """Delete."""
@@ -41,7 +41,7 @@ class Finding(enum.StrEnum):
     DIFFERS = "file of a row, not valid"
     """Delete the row, quarantine the file."""
     REPLACED = "valid file, its row is of the one before it"
-    """Store what the file says; its history goes on."""
+    """Store what the file says; the row's history stays."""
     EDITED_ROW = "row is not what was written, its file is valid"
     """Store what the file says."""
     MISSING = "row without file"
@@ -51,7 +51,7 @@ class Finding(enum.StrEnum):
     UNKNOWN = "file we did not name"
     """Leave it."""
     RESTAMPED = "time or inode changed, header as the row says"
-    """Store the new ones."""
+    """Store the new time and inode."""
 
 
 _ROW_GOES = (Finding.DIFFERS, Finding.EDITED_ROW, Finding.MISSING, Finding.OTHER_ABI)
@@ -60,7 +60,7 @@ _OF_EDITED_ROW = {Finding.ADOPTABLE: Finding.EDITED_ROW, Finding.INVALID: Findin
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Discrepancy:
-    """One finding, with what its repair needs."""
+    """One finding, with the data for its repair."""
 
     finding: Finding
     path: str
@@ -73,15 +73,15 @@ class Discrepancy:
 
 
 Progress = Callable[[int], None]
-"""Called now and then with the number of files looked at so far."""
+"""Called now and then with the number of files checked so far."""
 
 
 class Scan:
     """One scan of all rows and files. Iterating yields the discrepancies and changes nothing.
 
-    A file whose size, time and inode are its row's is not opened. Raises `OSError`
-    when a folder cannot be listed, or the process has no descriptors left.
-    Afterwards `sound` holds the rows that need no repair.
+    A file is not opened if its size, time and inode match its row. Raises `OSError` if a folder cannot be
+    listed, or the process has no descriptors left.
+    Afterwards `sound` has the rows that need no repair.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Scan:
         self._progress = progress
 
     def examine_rows(self) -> Iterator[tuple[BlockRecord, Discrepancy]]:
-        """Compare these rows alone with their files, and yield those that disagree."""
+        """Compare only these rows with their files, and yield those that disagree."""
         for folder, group in groupby(self._rows, key=lambda row: self._paths.folder(row.fingerprint)):
             by_name = {os.path.basename(self._paths.block(row.fingerprint, row.hash)): row for row in group}
             infos = self._files.stat_all(folder, list(by_name))
@@ -121,9 +121,9 @@ class Scan:
                     yield row, self._examine(path, info, row)
 
     def reconcile(self, manifest: Manifest) -> list[BlockRecord]:
-        """Repair all discrepancies, in batches; return all usable records, in no order.
+        """Repair all discrepancies, in batches; return all usable records, in no particular order.
 
-        Raises `OSError` or `sqlite3.Error`; whatever was repaired before stays repaired.
+        Raises `OSError` or `sqlite3.Error`; earlier repairs stay.
         """
         usable: list[BlockRecord] = []
         items = iter(self)
@@ -134,7 +134,7 @@ class Scan:
         return self.sound + usable
 
     def repair(self, items: Sequence[Discrepancy], manifest: Manifest) -> list[BlockRecord]:
-        """Carry out the repair of each finding; return the records that are usable after it."""
+        """Repair each finding; return the records that are usable afterwards."""
         manifest.delete([item.hash for item in items if item.hash is not None and item.finding in _ROW_GOES])
         for item in items:
             if item.finding in (Finding.PARTIAL, Finding.OTHER_ABI):
@@ -169,8 +169,8 @@ class Scan:
         self._progress(self.file_count)
 
     def _scan_folder(self, folder_path: str, rows: dict[str, BlockRecord]) -> Iterator[Discrepancy]:
-        """Yield the discrepancies of one folder, and take its files' rows out of `rows`."""
-        # In the order of their hashes, rows that are adopted fill the manifest's pages one after another.
+        """Yield the discrepancies of one folder, and remove its files' rows from `rows`."""
+        # In hash order, so that adopted rows fill the manifest's pages one after another.
         for info in sorted(self._files.list(folder_path), key=attrgetter("name")):
             path = f"{folder_path}/{info.name}"
             row = rows.pop(path, None)
@@ -184,13 +184,13 @@ class Scan:
             else:
                 item = self._examine(path, info, row)
                 if row is None and item.hash in self._edited:
-                    # A row may be damaged, or a lie: the file proves itself, whatever the row says.
+                    # A row may be damaged or wrong: the file proves itself, whatever the row says.
                     self._edited.remove(item.hash)
                     item = dataclasses.replace(item, finding=_OF_EDITED_ROW.get(item.finding, item.finding))
                 yield item
 
     def _examine(self, path: str, info: FileInfo, row: BlockRecord | None) -> Discrepancy:
-        """Look into a file that is not plainly what a row says."""
+        """Look into a file that does not obviously match a row."""
         if not info.is_directory and is_partial_name(info.name):
             return Discrepancy(Finding.PARTIAL, path, info.size_bytes)
         name_hash = None if info.is_directory else parse_block_name(info.name)
@@ -209,14 +209,14 @@ class Scan:
         else:
             fresh = fresh.with_history_of(row)
             is_same = row._replace(mtime_ns=info.mtime_ns, inode=info.inode) == fresh
-            # A crash between a richer block's name and its row leaves the row of the file before it.
+            # After a crash between naming a richer file and writing its row, the row is of the earlier file.
             finding = Finding.RESTAMPED if is_same else Finding.REPLACED
         return Discrepancy(finding, path, info.size_bytes, name_hash, "", fresh, file)
 
     def _read(self, path: str) -> BlockFile:
-        """Return what a file says, which must be the block of its name.
+        """Return what a file says; it must be the block of its name.
 
-        Raises `BlockFileError`, and `OSError` when the process lacks descriptors or memory: then the file may
+        Raises `BlockFileError`, and `OSError` if the process lacks descriptors or memory: then the file may
         be whole.
         """
         try:

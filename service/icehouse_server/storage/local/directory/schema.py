@@ -1,8 +1,8 @@
 """Schema of the manifest, and the check that a database has it: only our own tables and indices are accepted,
-each as it is created here. Any other manifest is made anew from the files.
+each exactly as created here. Any other manifest is rebuilt from the files.
 
 SQLite runs what a file contains (triggers, views, computed columns and checks) as soon as a statement touches
-it, so that is checked before anything else.
+it, so this check comes before anything else.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from sqlite_utils import Database, Migrations
 from icehouse_server.storage.disk_error import ForeignManifest, LaterManifest
 
 migrations = Migrations("icehouse.manifest")
-"""A migration is never edited or renamed once released: add one. Its name is stored in the file."""
+"""A migration is never edited or renamed once released: add another. Its name is stored in the file."""
 
 
 @migrations()
 def create_tables(database: Database) -> None:
-    """Create the first schema: small rows for the start, their bulky contents beside them."""
+    """Create the first schema: small rows for the start, their bulky contents in another table."""
     for statement in _FIRST_TABLES:
         database.execute(statement)
 
 
 @migrations()
 def create_rates(database: Database) -> None:
-    """Create a table for what engines learned of speed."""
+    """Create a table for the rates that engines learned."""
     database.execute(
         """CREATE TABLE rates (fingerprint_id INTEGER PRIMARY KEY REFERENCES fingerprints(id),
         measured_on TEXT NOT NULL, read_bytes_per_s REAL NOT NULL, adopt_tokens_per_s REAL NOT NULL,
@@ -50,18 +50,18 @@ _FIRST_TABLES = (
 )
 
 _MIGRATIONS_TABLE = "_sqlite_migrations"
-"""Of sqlite-utils, whose versions define it and its index differently."""
+"""The table of sqlite-utils, whose versions define it and its index differently."""
 _MIGRATIONS_LIMIT = 1000
 _MIGRATIONS_BRACKETS = {"table": 2, "index": 1}
-"""Most brackets in their definitions: what is computed stands in more."""
+"""Most brackets in their definitions: anything computed needs more."""
 
 
 def check_schema(database: Database, *, is_complete: bool) -> None:
-    """Raise `ForeignManifest` for a database in which there is anything but tables and indices of ours, or,
-    where it is to be complete, not all of them.
+    """Raise `ForeignManifest` if a database contains anything but our tables and indices, or, with
+    `is_complete`, not all of them.
 
-    Raises `LaterManifest` where a later version made it so. Reads only its list of contents and, where
-    nothing can be computed there, its list of migrations, and so runs nothing of it.
+    Raises `LaterManifest` if a later version made it so. Reads only its list of contents and, if nothing
+    can be computed there, its list of migrations, so nothing in it runs.
     """
     missing = dict(_own_definitions())
     unknown, tells_migrations = "", False
@@ -69,7 +69,7 @@ def check_schema(database: Database, *, is_complete: bool) -> None:
         "SELECT type, name, tbl_name, rootpage, sql FROM sqlite_master"
     ):
         if definition is None and kind == "index":
-            continue  # SQLite's own, of a key
+            continue  # SQLite's own, for a key
         if table == _MIGRATIONS_TABLE:
             # A table without a page is virtual.
             is_ours = bool(page) and definition.count("(") <= _MIGRATIONS_BRACKETS.get(kind, 0)
@@ -92,7 +92,7 @@ def check_schema(database: Database, *, is_complete: bool) -> None:
 
 
 def _later_migration(database: Database) -> str | None:
-    """Return the first migration that is not of this version."""
+    """Return the first migration that this version does not know."""
     own = {migration.name for migration in migrations.pending(Database(memory=True, execute_plugins=False))}
     names = database.execute(
         f"SELECT name FROM {_MIGRATIONS_TABLE} WHERE migration_set = ? LIMIT ?",
@@ -103,7 +103,7 @@ def _later_migration(database: Database) -> str | None:
 
 @functools.cache
 def _own_definitions() -> dict[tuple[str, str], str]:
-    """Return what each of our tables and indices is created by."""
+    """Return the definition of each of our tables and indices."""
     database = Database(memory=True, execute_plugins=False, strict=True)
     try:
         migrations.apply(database)
@@ -117,5 +117,5 @@ def _own_definitions() -> dict[tuple[str, str], str]:
 
 
 def _plain(definition: str) -> str:
-    """Return a definition without white space and the quotes of names."""
+    """Return a definition without white space and quotes around names."""
     return "".join(definition.replace('"', "").split())

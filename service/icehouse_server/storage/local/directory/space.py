@@ -1,7 +1,7 @@
 """Space on disk: the size limit, the free-space floor, the daily budget, and files that are not blocks.
 
 Owned by the storage thread. All real file bytes in the directory count: blocks, reserved or left-over
-partials, quarantine and the manifest.
+partial files, quarantine and the manifest.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def day_of(now_time: float) -> int:
 
 
 class Extras:
-    """Files beside the blocks, whose bytes count: some that could not be removed and are tried again, damaged
-    ones that are retained for a person while there is space, and some that are not ours."""
+    """Files beside the blocks whose bytes count: those that could not be removed and are retried, damaged
+    ones that are retained for a person while there is space, and foreign ones."""
 
     def __init__(self, files: Files, paths: StorePaths) -> None:
         self._files = files
@@ -46,10 +46,9 @@ class Extras:
         self.quarantined: dict[BlockHash, int] = {}
         """Bytes by hash, oldest first."""
         self.aside: dict[str, int] = {}
-        """Bytes of each manifest that was moved aside, by its path."""
-        """Of a manifest that could not be read."""
+        """Bytes of each manifest moved aside because it could not be used, by its path."""
         self.unknown_bytes = 0
-        """Of files that we did not name."""
+        """Bytes of files that we did not name."""
 
     @property
     def size_bytes(self) -> int:
@@ -65,7 +64,7 @@ class Extras:
             self.leftovers[path] = size_at(self._files, path) or 0
 
     def put_in_quarantine(self, block_hash: BlockHash, *, path: str) -> None:
-        """Move a damaged file there, replacing an older one of the same block. Raises `OSError`."""
+        """Move a damaged file to quarantine, replacing an older one of the same block. Raises `OSError`."""
         target = self._paths.quarantined(block_hash)
         self._files.rename(path, target)
         self.leftovers.pop(target, None)
@@ -79,7 +78,7 @@ class Extras:
             self._drop_oldest()
 
     def reclaim(self) -> bool:
-        """Remove one file that is retained for inspection; False when there is none."""
+        """Remove one file that is retained for inspection; False if there is none."""
         if self.aside:
             path = next(iter(self.aside))
             del self.aside[path]
@@ -104,9 +103,9 @@ class Space:
         self._extras = extras
         self.manifest_bytes = 0
         self.partial_bytes = 0
-        """Files that are being written, not blocks yet."""
+        """Bytes of files that are being written and are not blocks yet."""
         self.written_by_day: dict[int, int] = {}
-        """Of committed blocks. By day, so that a clock that jumps over midnight begins no new budget."""
+        """Committed block bytes, by day: a clock that jumps over midnight and back begins no new budget."""
 
     def other_bytes(self) -> int:
         """Return the counted bytes that are not committed blocks."""
@@ -130,18 +129,18 @@ class Space:
         self.written_by_day[day_of(now_time)] = self.written_bytes(now_time) + size_bytes
 
     def budget_allows(self, size_bytes: int, *, now_time: float) -> bool:
-        """Return whether the day's budget allows to write `size_bytes` more."""
+        """Return whether the day's budget allows writing `size_bytes` more."""
         total_bytes = self.written_bytes(now_time) + self.partial_bytes + size_bytes
         limit_bytes = self._settings.daily_write_limit_bytes
         return limit_bytes == 0 or total_bytes <= limit_bytes
 
 
 BALLAST_BYTES = 512 << 10
-"""Enough for the pages that deleting a batch of rows writes to the manifest's log."""
+"""Enough for the pages that deleting a batch of rows adds to the manifest's log."""
 
 
 class Ballast:
-    """A file that exists to be removed: on a full disk, rows can be deleted in the space it frees.
+    """A file that exists to be removed: on a full disk, the space it frees is used to delete rows.
 
     It counts as part of what the size limit reserves for the manifest's log.
     """
@@ -152,13 +151,13 @@ class Ballast:
         self.is_there = False
 
     def write(self) -> None:
-        """Write it. Raises `OSError`."""
-        # Not zeros, which some file systems store as nothing.
+        """Write the file. Raises `OSError`."""
+        # Not zeros, because some file systems store those as nothing.
         write_anew(self._files, self._path, bytes(range(256)) * (BALLAST_BYTES // 256))
         self.is_there = True
 
     def free(self) -> bool:
-        """Remove it; False when there is none, or it cannot be removed."""
+        """Remove the file; False if there is none, or it cannot be removed."""
         was_there, self.is_there = self.is_there, False
         try:
             remove(self._files, self._path)
@@ -167,7 +166,7 @@ class Ballast:
         return was_there
 
     def is_disk_full(self) -> bool:
-        """Return whether writing it again fails for lack of space."""
+        """Return whether writing the file again fails for lack of space."""
         self.free()
         try:
             self.write()

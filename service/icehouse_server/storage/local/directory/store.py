@@ -1,13 +1,13 @@
 """Store: the SSD directory as a whole. Its lock, manifest, files and limits always agree.
 
-Owned by the storage thread; every method does its work before it returns. What the disk
-refuses is raised as `OSError` or `sqlite3.Error` and leaves the store consistent: a block is
-either committed and in the index, or neither. The order of a commit is the design.
+Owned by the storage thread; every method does its work before it returns. Errors of the disk are
+raised as `OSError` or `sqlite3.Error` and leave the store consistent: a block is either
+committed and in the index, or neither. The order of a commit is the design.
 
 Commit: write `<name>.partial` (exclusively created) -> fsync -> close -> rename -> fsync the
 directory -> insert the row. Removal: delete the row -> unlink. So a crash at any point leaves
-garbage that the next start repairs (a partial, a file without a row), never a row that lies.
-One block may be written while the disk makes the one before it durable; each keeps its own order.
+only garbage that the next start repairs (a partial file, a file without a row), never a row that lies.
+One block may be written while the disk makes the previous one durable; each keeps its own order.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Writing:
     path: str
     """The final name."""
     synced: Future[None] | None
-    """Done when the file is on the medium; None when that is not requested yet."""
+    """Done once the file is on the medium; None if no sync was requested yet."""
     began: float
     """`Clock.monotonic`."""
     start_time: float
@@ -86,17 +86,17 @@ class Writing:
 
 @dataclasses.dataclass(slots=True)
 class ModelCounts:
-    """What has happened to one model's blocks since it was opened. The storage thread counts."""
+    """What has happened to one model's blocks since it was opened, counted by the storage thread."""
 
     spill: SpillStats = dataclasses.field(default_factory=SpillStats)
     """Accepted = persisted + dropped + still queued."""
     drops: Counter[SpillDropCause] = dataclasses.field(default_factory=Counter)
-    """By this thread; the engine counts blocks refused because the queue was full."""
+    """Drops by this thread; the engine counts blocks refused because the queue was full."""
     promote: PromoteStats = dataclasses.field(default_factory=PromoteStats)
     tier: TierStats = dataclasses.field(default_factory=TierStats)
-    """What left the tier."""
+    """Blocks that left the tier."""
     integrity: IntegrityStats = dataclasses.field(default_factory=IntegrityStats)
-    """What was found damaged."""
+    """Damage that was found."""
 
     @property
     def finished_spill_total(self) -> int:
@@ -109,8 +109,8 @@ class ModelCounts:
 
 
 class BlockStore:
-    """Blocks by hash on one disk. `lock`, then `open`, then `admit` for each model whose blocks are written,
-    then anything, then `close`."""
+    """Blocks by hash on one disk. Call `lock`, `open`, `admit` for each model whose blocks are written, then
+    anything, and `close` at the end."""
 
     def __init__(
         self, settings: StorageSettings, *, files: Files, clock: Clock, cipher: Cipher | None = None
@@ -123,10 +123,10 @@ class BlockStore:
         self.index = DiskIndex()
         self.report = ReconcileReport()
         self.counts: dict[Fingerprint, ModelCounts] = {}
-        """Of the open models, in the order of their opening."""
+        """Of the open models, in the order in which they were opened."""
         self._nobodys_counts = ModelCounts()
         self.syncs: Executor | None = None
-        """Makes files durable beside the storage thread; None: the storage thread does it in turn."""
+        """Makes files durable in parallel to the storage thread; None: the storage thread does it itself."""
         self.extras = Extras(files, self.paths)
         self.space = Space(settings, self.extras)
         self.ballast = Ballast(files, self.paths.ballast)
@@ -134,9 +134,9 @@ class BlockStore:
         self._lock: int | None = None
         self._uses: dict[BlockHash, tuple[float, int]] = {}
         self.rates: dict[Fingerprint, LearnedRates] = {}
-        """What was learned last of each model's speed."""
+        """The latest learned rates of each model."""
         self._new_rates: dict[Fingerprint, LearnedRates] = {}
-        """Those that the manifest does not have yet."""
+        """Rates that the manifest does not have yet."""
         self._gone: defaultdict[Fingerprint, list[BlockHash]] = defaultdict(list)
         self._unrecorded: set[BlockHash] = set()
         """Blocks whose file may differ from their row, because the disk refused to write the row."""
@@ -151,13 +151,13 @@ class BlockStore:
         return self._manifest
 
     def counts_of(self, record: BlockRecord) -> ModelCounts:
-        """Return where it is counted what happens to a block: with its model, or where that is not open with
-        the first that is, so that sums over the open models leave nothing out."""
+        """Return the counts for a block's events: its model's, or if that is not open those of the first open
+        model, so that sums over the open models leave nothing out."""
         first = next(iter(self.counts.values()), self._nobodys_counts)
         return self.counts.get(record.fingerprint, first)
 
     def lock(self) -> None:
-        """Make the directory this process's own. Raises `StartError` naming the owner, or `OSError`."""
+        """Lock the directory for this process. Raises `StartError` naming the owner, or `OSError`."""
         self._lock = take_lock(self.files, self.paths)
 
     def unlock(self) -> None:
@@ -169,7 +169,7 @@ class BlockStore:
     def open(self) -> None:
         """Open the manifest and repair disagreements; `report` and `index` hold the result.
 
-        Raises `StartError` when `lock` failed before and another process has the directory now.
+        Raises `StartError` if an earlier `lock` failed and another process has the directory now.
         """
         if self._lock is None:
             self.lock()
@@ -192,8 +192,8 @@ class BlockStore:
         self._weigh_manifest()
 
     def admit(self, fingerprint: Fingerprint, details: Mapping[str, str]) -> tuple[str, ...]:
-        """Make the place of a model's blocks. Returns the modules of its code that have changed, if that is
-        why it has none. Raises `OSError` or `sqlite3.Error`; running it again is safe."""
+        """Create the folder and the row of a model. Return the changed modules of its code, if they are the
+        reason why it has no blocks. Raises `OSError` or `sqlite3.Error`; running it again is safe."""
         self.files.make_dir(self.paths.folder(fingerprint))
         self.files.fsync_dir(self.paths.blocks)
         self.manifest.add_fingerprint(fingerprint, details=details, now_time=self.clock.wall())
@@ -203,7 +203,7 @@ class BlockStore:
         return changed_code(details, self.manifest.fingerprints(), self.index)
 
     def close(self) -> bool:
-        """Flush recency, close the manifest and mark the directory clean; True when all of it worked."""
+        """Flush recency, close the manifest and mark the directory clean; True if all of it worked."""
         if self._manifest is None:
             return False
         try:
@@ -218,7 +218,7 @@ class BlockStore:
         return True
 
     def abandon(self) -> None:
-        """Forget the manifest as a crash would; whatever is committed stays committed."""
+        """Forget the manifest as a crash would; committed blocks stay committed."""
         manifest, self._manifest = self._manifest, None
         if manifest is not None:
             with contextlib.suppress(sqlite3.Error):
@@ -226,9 +226,9 @@ class BlockStore:
 
     def begin(self, prepared: PreparedBlock) -> Writing:
         """Write the file of a block that is not completely stored, and have `syncs` make it durable;
-        `finish` or `undo` follows.
+        `finish` or `undo` must follow.
 
-        Raises `OSError`; then no file is there unless even removing it failed.
+        Raises `OSError`; then no file remains unless even removing it failed.
         """
         header, began, start_time = prepared.block.header, self.clock.monotonic(), self.clock.wall()
         assert not self.index.covers(prepared.block), f"Block {header.hash.hex()} is stored already"
@@ -238,7 +238,7 @@ class BlockStore:
             try:
                 file = write_block(self.files, descriptor, prepared)
             except OSError:
-                # Report the first error; that a close fails too is no news.
+                # Report the first error; a close that fails too adds nothing.
                 with contextlib.suppress(OSError):
                     self.files.close(descriptor)
                 raise
@@ -253,8 +253,8 @@ class BlockStore:
         """Wait until a block's file is durable, give it its name and insert its row; return the row.
 
         A stored block of this name with fewer regions is replaced, file and row, and keeps its history.
-        Raises `OSError` or `sqlite3.Error`; then no row is there, and no file unless even removing it failed.
-        A file that has replaced another stays, under the row of that one.
+        Raises `OSError` or `sqlite3.Error`; then there is no row, and no file unless even removing it failed.
+        A file that has replaced another stays, under the other's row.
         """
         self.space.partial_bytes -= writing.prepared.file_bytes
         try:
@@ -284,7 +284,7 @@ class BlockStore:
             if replaced is None:
                 self.extras.remove(path)
             else:
-                # The new file may be all there is of the block. It proves itself.
+                # The new file may be the block's only copy. It proves itself.
                 self._unrecorded.add(replaced.hash)
             raise
         self.extras.leftovers.pop(path, None)
@@ -296,12 +296,12 @@ class BlockStore:
     def undo(self, writing: Writing) -> None:
         self.space.partial_bytes -= writing.prepared.file_bytes
         with contextlib.suppress(OSError):
-            # Never close it during a sync: the descriptor's number would become another file's.
+            # Never close it during a sync: the descriptor's number could then be another file's.
             self._sync_and_close(writing)
         self.extras.remove(writing.partial)
 
     def _sync_and_close(self, writing: Writing) -> None:
-        """Return when the file is on the medium; it is closed even when this raises."""
+        """Return once the file is on the medium; it is closed even when this raises."""
         try:
             if writing.synced is None:
                 self.files.fsync(writing.descriptor)
@@ -318,12 +318,12 @@ class BlockStore:
         return self._shortage_bytes(size_bytes) == 0
 
     def make_space(self, size_bytes: int) -> Reclaim:
-        """Evict a few blocks if `size_bytes` more would pass the limit or the free-space floor."""
+        """Evict a few blocks if `size_bytes` more would exceed the limit or violate the free-space floor."""
         shortage_bytes = self._shortage_bytes(size_bytes)
         return self.reclaim(shortage_bytes) if shortage_bytes else Reclaim.READY
 
     def reclaim(self, size_bytes: int) -> Reclaim:
-        """Remove one quarantined file, or a batch of least recently used blocks of `size_bytes` together."""
+        """Remove one retained file, or a batch of least recently used blocks, up to `size_bytes`."""
         if self.extras.reclaim():
             return Reclaim.PROGRESS
         self.index.end_pins(self.clock.wall())
@@ -333,7 +333,7 @@ class BlockStore:
             victim = self.index.next_victim()
             if victim is None:
                 break
-            # So that its parent may be next; put back if its row cannot be deleted.
+            # Removed now, so that its parent may be next; put back if its row cannot be deleted.
             self.index.remove(victim.hash)
             victims.append(victim)
             freed_bytes += victim.file_bytes
@@ -359,7 +359,7 @@ class BlockStore:
         self._weigh_manifest()
 
     def put_in_quarantine(self, record: BlockRecord) -> None:
-        """Move a damaged block's file to quarantine, after deleting its row."""
+        """Delete a damaged block's row, then move its file to quarantine."""
         self.forget([record])
         self.counts_of(record).integrity.quarantined_block_total += 1
         with contextlib.suppress(FileNotFoundError):
@@ -367,7 +367,7 @@ class BlockStore:
             self.extras.put_in_quarantine(record.hash, path=path)
 
     def forget(self, records: Sequence[BlockRecord]) -> None:
-        """Delete rows, before anything else of their blocks is removed; on a full disk the ballast makes
+        """Delete rows, before anything else of their blocks is removed; on a full disk the ballast frees
         space for that."""
         hashes = [record.hash for record in records]
         try:
@@ -381,7 +381,7 @@ class BlockStore:
             self._gone[record.fingerprint].append(record.hash)
 
     def retire(self, failure: Failure) -> None:
-        """Take a block that could not be used out of the store, unless it was replaced since it was read.
+        """Remove from the store a block that could not be used, unless it was replaced since it was read.
         Raises `OSError` or `sqlite3.Error`."""
         record = None if failure.hash is None else self.index.get(failure.hash)
         if record is None or failure.cause is Damage.MEMORY:
@@ -393,7 +393,7 @@ class BlockStore:
             self.put_in_quarantine(record)
 
     def check_rows(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
-        """Compare the rows of these blocks with their files and repair differences; return whose differed."""
+        """Compare these blocks' rows with their files and repair differences; return those that differed."""
         records = [record for name in hashes if (record := self.index.get(name)) is not None]
         scan = Scan(
             records, files=self.files, paths=self.paths, now_time=self.clock.wall(), cipher=self.cipher
@@ -411,20 +411,20 @@ class BlockStore:
         return differing
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
-        """Note a use of each stored block; written to the manifest by `maintain`."""
+        """Note a use of each stored block; `maintain` writes it to the manifest."""
         now_time = self.clock.wall()
         for block_hash in hashes:
             if self.index.touch(block_hash, now_time=now_time):
                 self._uses[block_hash] = (now_time, self._uses.get(block_hash, (0.0, 0))[1] + 1)
 
     def keep_rates(self, fingerprint: Fingerprint, rates: LearnedRates) -> None:
-        """Note what was learned of a model's speed; written to the manifest by `maintain`."""
+        """Note a model's learned rates; `maintain` writes them to the manifest."""
         self.rates[fingerprint] = self._new_rates[fingerprint] = rates
 
     def maintain(self) -> None:
         """Write the noted uses and rates, and try again to remove leftovers.
 
-        Raises `OSError` when the lock's file was removed: another process may take the directory then.
+        Raises `OSError` if the lock file was removed: another process may then take the directory.
         """
         if self._lock is not None and not self.files.is_at(self._lock, self.paths.lock):
             raise OSError(errno.ESTALE, "The lock of the cache directory is gone")
@@ -444,7 +444,7 @@ class BlockStore:
                     self.ballast.write()
 
     def pin(self, hashes: Iterable[BlockHash], end_time: float) -> None:
-        """Pin the stored ones of these blocks until then (`Clock.wall`), or unpin them."""
+        """Pin the stored ones among these blocks until then (`Clock.wall`), or unpin them."""
         stored = filter(None, map(self.index.get, hashes))
         end_times = {record.hash: pin_end_time(record.pin_end_time, end_time) for record in stored}
         self.manifest.set_pins(end_times)
@@ -452,7 +452,7 @@ class BlockStore:
             self.index.set_pin(block_hash, time)
 
     def take_gone(self) -> Mapping[Fingerprint, Sequence[BlockHash]]:
-        """Return the blocks of each model that left since the last call, for whatever reason."""
+        """Return the blocks of each model that left since the last call, for any reason."""
         gone, self._gone = self._gone, defaultdict(list)
         return gone
 
@@ -467,6 +467,6 @@ class BlockStore:
         )
 
     def _weigh_manifest(self) -> None:
-        # The log grows and shrinks with every row; a fixed allowance keeps the limit true in between.
+        # The log grows and shrinks with every row; a fixed allowance covers it between these calls.
         manifest_bytes = self.files.stat(self.paths.manifest).size_bytes
         self.space.manifest_bytes = manifest_bytes + LOG_ALLOWANCE_BYTES

@@ -1,1 +1,1 @@
-"""Encryption at rest: a cipher, AES-256-GCM behind it, and its keys."""
+"""Encryption at rest: a cipher, its implementation with AES-256-GCM, and its keys."""

@@ -1,9 +1,9 @@
-"""AES-256-GCM for block files, from the `cryptography` package. Nothing else imports that package here.
+"""AES-256-GCM for block files, from the `cryptography` package. Only this module imports that package.
 
-Each file has a key of its own, derived (HKDF-SHA-256) from the data key and the file's random
-salt, and each part of a file a nonce of its own: 0 for the head, 1 to 3 for the regions. So no
-nonce ever meets its key twice, however many files one data key encrypts. The public facts of
-the head are additional authenticated data of every part (NIST SP 800-38D).
+Each file has its own key, derived (HKDF-SHA-256) from the data key and the file's random salt, and
+each part of a file its own nonce: 0 for the head, 1 to 3 for the regions. So no key ever uses a
+nonce twice, however many files one data key encrypts. The public facts of the head are additional
+authenticated data of every part (NIST SP 800-38D).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PARTS.update({kind: number for number, kind in enumerate(RegionKind, start=1)})
 class Cipher:
     """One data key of 32 bytes and what is derived from it. Immutable, so any thread may use it.
 
-    `key_id` names the key and is public. Blocks are named under `name_secret`, so that nobody can confirm
-    a guessed prompt by its name.
+    `key_id` names the key and is public. Block names depend on `name_secret`, so that nobody can confirm a
+    guessed prompt by its name.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Cipher:
         wrapped_key: bytes = b"",
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """`wrapped_key` is the data key as stored in the directory; empty where it is stored nowhere."""
+        """`wrapped_key` is the data key as stored in the directory; empty if it is not stored."""
         assert len(data_key) == KEY_BYTES, f"A data key has {KEY_BYTES} bytes, not {len(data_key)}"
         self._data_key = data_key
         self.wrapped_key = wrapped_key
@@ -62,13 +62,13 @@ class Cipher:
         return self._random_bytes(SALT_BYTES)
 
     def file(self, *, salt: bytes, facts: bytes) -> FileCipher:
-        """Return one file's encryption; a change of `facts` makes all of it unreadable."""
+        """Return one file's encryption; any change of `facts` makes all of the file unreadable."""
         file_key = _derive(self._data_key, salt=salt, info=_FILE_INFO)
         return FileCipher(file_key, facts, key_id=self.key_id, salt=salt)
 
 
 class FileCipher:
-    """The encryption of one block file, under a key of its own. `key_id` and `salt` stand in the file."""
+    """The encryption of one block file, under its own key. `key_id` and `salt` are stored in the file."""
 
     def __init__(self, file_key: bytes, facts: bytes, *, key_id: bytes, salt: bytes) -> None:
         self.key_id = key_id
@@ -81,7 +81,7 @@ class FileCipher:
         return AESGCM(self._file_key).encrypt(_nonce(None), text, self._facts)
 
     def decrypt_header(self, encrypted: bytes) -> bytes | None:
-        """Invert `encrypt_header`; None when it is not what was encrypted for this file."""
+        """Invert `encrypt_header`; None if it is not what was encrypted for this file."""
         try:
             return AESGCM(self._file_key).decrypt(_nonce(None), encrypted, self._facts)
         except InvalidTag:
@@ -108,11 +108,11 @@ class Encryptor:
         self._context = context
 
     def update(self, data: memoryview, target: memoryview) -> None:
-        """Encrypt `data` into `target` of the same size; the interpreter's lock is not held meanwhile."""
+        """Encrypt `data` into `target` of the same size, without holding the interpreter's lock."""
         self._context.update_into(data, target)
 
     def finish(self) -> bytes:
-        """Return the tag that proves the region; nothing can be added after it."""
+        """Return the tag that authenticates the region; nothing can be added after it."""
         self._context.finalize()
         return self._context.tag
 
@@ -125,7 +125,7 @@ class Decryptor:
         self._tag = tag
 
     def update(self, data: memoryview) -> None:
-        """Decrypt in place. The bytes must not be used before `finish` returned True."""
+        """Decrypt in place. The bytes must not be used before `finish` has returned True."""
         self._context.update_into(data, data)
 
     def finish(self) -> bool:
@@ -140,8 +140,8 @@ class Decryptor:
 
 
 def shared_data_key(master_key: bytes) -> bytes:
-    """Return the data key of all servers that share an object store under this master key. Derived, so that
-    they agree on it without asking anybody."""
+    """Return the data key of all servers that share an object store under this master key. It is derived, so
+    that they agree on it without communication."""
     return _derive(master_key, salt=b"", info=_SHARED_INFO)
 
 
@@ -151,7 +151,7 @@ def wrap_key(data_key: bytes, *, master_key: bytes) -> bytes:
 
 
 def unwrap_key(wrapped: bytes, *, master_key: bytes) -> bytes | None:
-    """Invert `wrap_key`; None when it was wrapped under another key, or changed."""
+    """Invert `wrap_key`; None if it was wrapped under another key, or changed."""
     try:
         return aes_key_unwrap(master_key, wrapped)
     except (InvalidUnwrap, ValueError):

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from icehouse_server.storage.local.encryption.aes_gcm import Encryptor as Encryptor
     from icehouse_server.storage.local.encryption.aes_gcm import FileCipher as FileCipher
 else:
-    # They belong to an optional extra: loaded only where a key is configured, but named everywhere.
+    # They belong to an optional extra: loaded only if a key is configured, but named everywhere.
     Cipher = Encryptor = FileCipher = object
 
 SALT_BYTES = 32
 TAG_BYTES = 16
 KEY_ID_BYTES = 8
 KEY_DETAIL = "encryption_key"
-"""Among a fingerprint's details: the id of the key that its blocks are encrypted under."""
+"""Name of the fingerprint detail that has the id of the key under which its blocks are encrypted."""
 
 
 def encrypted_fingerprint(fingerprint: Fingerprint, key_id: bytes) -> Fingerprint:
