@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from icehouse_server.domain.model import PassSplit
+from icehouse_server.engine.attention.cpu.rope import PASS_ANGLES
 from icehouse_server.engine.attention.port import TokenPlaces
 from icehouse_server.engine.kv.page_table import places_of
 from icehouse_server.engine.kv.paged_cache import Paging
@@ -37,6 +38,7 @@ from icehouse_server.engine.runner.forward.model_seam import (
     open_doors,
     patch_attention,
     picked,
+    share_angles,
 )
 from icehouse_server.engine.runner.forward.replay import Replays
 from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row, Share, StateGroup
@@ -75,6 +77,7 @@ class ForwardPass:
         self._embedding: Embedding | None = None
         """Known from the first pass that has an image."""
         patch_attention(model)
+        share_angles()
         if any(split.needs_door for split in facts.caches):
             open_doors(model)
         if facts.hidden_size:
@@ -132,7 +135,9 @@ class ForwardPass:
             for each in share.features
         ]
         laid_ids = spans.arranged(token_ids, shares)[:, None]
-        logits, hidden = self._built(views, lambda: self._call(laid_ids, views, head_indices, features))
+        logits, hidden = self._built(
+            spans, views, lambda: self._call(laid_ids, views, head_indices, features)
+        )
         for share in shares:
             share.row.token_count += share.token_count
         return self._output(spans, logits[:, 0] if logit_indices else None, hidden)
@@ -147,7 +152,7 @@ class ForwardPass:
     def _decode(self, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]) -> mx.array:
         """Build what such a pass computes: logits, [rows, vocabulary]."""
         views = self._views(spans, (row.raw_caches for row in spans.rows), places)
-        logits, _ = self._built(views, lambda: self._call(token_ids[:, None], views, None))
+        logits, _ = self._built(spans, views, lambda: self._call(token_ids[:, None], views, None))
         return logits[:, 0]
 
     def begin_layers(self, row: Row, token_ids: Sequence[int]) -> LayeredChunk:
@@ -174,7 +179,7 @@ class ForwardPass:
             return self._call(token_ids, views, mx.array([0]))
 
         chunk.hidden = self._built(
-            views, lambda: window.run(call, first=chunk.layer, last=last, hidden=chunk.hidden)
+            spans, views, lambda: window.run(call, first=chunk.layer, last=last, hidden=chunk.hidden)
         )
         arrays: list[Any] = [chunk.hidden]
         for index, (view, split) in enumerate(zip(views, self.facts.caches, strict=True)):
@@ -239,14 +244,17 @@ class ForwardPass:
                 flat.paged = PagedLayer(group, own, layer)
         return views
 
-    def _built(self, views: Sequence[View], call: Callable[[], Built]) -> Built:
-        """Return the result of a call in which these views stand for the layers' caches."""
+    def _built(self, spans: Spans, views: Sequence[View], call: Callable[[], Built]) -> Built:
+        """Return the result of a call in which these views stand for the layers' caches. All layers share the
+        pass's angles."""
+        PASS_ANGLES.begin(spans.positions)
         try:
             built = call()
             check_used(views)
             return built
         finally:
             HANDED.clear()
+            PASS_ANGLES.end()
 
     def _regroup(self, spans: Spans) -> None:
         """Stack the states of the decoding rows, unless they are already stacked."""

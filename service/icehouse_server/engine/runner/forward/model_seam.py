@@ -1,8 +1,9 @@
 """Seam in mlx-lm's models: the only place that changes what they do, and only for caches of a forward pass.
 
-There are six changes, each made once. Each falls through to upstream for any cache that is not a view of
+There are seven changes, each made once. Each falls through to upstream for any cache that is not a view of
 `layer_view`, so the same model still works as usual in the same process:
 - `scaled_dot_product_attention`, which models import by name from `mlx_lm.models.base`, in their modules;
+- `mx.fast.rope`, where the device has no kernel for it: the angles of a pass are shared (`rope`);
 - `__call__` of modules that take a cache, by a subclass that replaces the instance's class;
 - `__call__` of the trunk, the module whose hidden states the head reads, likewise;
 - `__call__` of the embedding, if images replace tokens, likewise;
@@ -23,6 +24,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from icehouse_server.device import Backend, find_backend
+from icehouse_server.engine.attention.cpu.rope import rope_over
 from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer, attend
 from icehouse_server.engine.runner.forward.masks import RowMasks
 from icehouse_server.engine.runner.forward.row import Features
@@ -75,6 +78,13 @@ def patch_attention(model: Any) -> None:
         upstream = getattr(namespace, _NAME, None)
         if getattr(upstream, "__module__", None) in _BASES:
             setattr(namespace, _NAME, attention_over(upstream))
+
+
+@functools.cache
+def share_angles() -> None:
+    """Replace upstream's RoPE by `rope_over` it on a CPU; other devices have a kernel."""
+    if find_backend() is Backend.CPU:
+        mx.fast.rope = rope_over(mx.fast.rope)
 
 
 class Trunk:
