@@ -1,1 +1,1 @@
-"""CPU attention that MLX's CPU build has no kernel for: a softmax over pages, quantized KV, a pass's angles."""
+"""CPU attention that MLX's CPU build has no kernel for: a softmax over pages, quantized KV, angles."""
