@@ -204,8 +204,7 @@ class CacheController:
             self._ready.append(sequence)
 
     def _waits_for_leader(self, sequence: Sequence) -> bool:
-        """Whether a sequence now waits for blocks that another one computes. From a leader that decodes
-        already, the tail of its input is cut at once, and nobody waits."""
+        """Whether a sequence waits for a leader's blocks; of a leader that decodes, cut the tail instead."""
         shared = self._in_flight.shared(sequence, self.cache.quotas.root(sequence.request.scope))
         if shared is None:
             return False
@@ -296,8 +295,8 @@ class CacheController:
             self._ready.append(restore.sequence)
 
     def _load_failed(self, restore: Restore, failure: Failure) -> None:
-        """Prepare for a plan without the damaged block, or without SSD if it does not answer or memory is
-        short. If memory is short the block stays known, but is not tried again at once."""
+        """Prepare for a plan without the damaged block, or without SSD if that does not answer or memory is
+        short. When memory is short the block stays known, but is not tried again at once."""
         restore.release_memory()
         self.cache.restores.failed_load_total += 1
         restore.with_ssd &= failure.cause not in (Damage.MEMORY, Trouble.TIMED_OUT)
@@ -384,8 +383,7 @@ class CacheController:
             self._in_flight.lead(sequence, self.cache.quotas.root(sequence.request.scope))
 
     def take_ready(self) -> list[Sequence]:
-        """Return the sequences whose wait for the SSD tier or for a leader's blocks is over; some of them may
-        have ended since."""
+        """Return the sequences whose wait for the SSD tier or a leader is over; some may have ended since."""
         ready = [*self._ready, *self._in_flight.take_ready()]
         self._ready.clear()
         return ready
