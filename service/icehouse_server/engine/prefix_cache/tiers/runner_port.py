@@ -67,7 +67,7 @@ class HostCopy(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether `take` would return without waiting for the device."""
+        """Whether `take` would return without waiting for a pass of the device."""
 
     def take(self) -> tuple[HostRegion, ...]:
         """Return the bytes, waiting for them if necessary; another thread may read and drop them."""
