@@ -1,9 +1,9 @@
 """`make bench CASE=attacks`: what one hostile tenant does to another one's short request, attack by attack.
 
-A gateway's worker with default settings and three tokens: a hostile tenant's, another tenant's, an operator's
-who reads the counters. For each attack the other tenant streams a short answer over and over, first while
-nobody attacks, then beside the attack, which runs in a process of its own; health is checked meanwhile. Then
-the server is told to stop with the attack still going on.
+A gateway's worker with default settings and three tokens: of a hostile tenant, of another tenant, and of an
+operator who reads the counters. For each attack the other tenant streams a short answer over and over, first
+without and then during the attack, which runs in another process; health is checked meanwhile. Then the
+server is told to stop while the attack continues.
 
 Wanted: every request answered, its first token after at most three times the idle time and one pass, health
 within a second, an end within what docs/running.md says of a stop with default settings. One pass is the 99th
@@ -41,7 +41,7 @@ from bench.report import OUT, setting, show_table, write_json
 from bench.server_process import ServerProcess
 
 STOP_BOUND_S = stop_bound_s(Config())
-"""The grace of running calls, and what each part of the end behind it may take."""
+"""The grace for running calls, and the limits of each later part of the stop."""
 _CHECK_BOUND_S = 1.0
 _IDLE_FACTOR = 3.0
 _IDLE_S = 10.0
@@ -49,13 +49,13 @@ _BUILD_UP_S = 3.0
 """From the hostile process's start until it attacks."""
 _CALL_TIMEOUT_S = 30.0
 _LONGEST_PAUSE_S = 0.6
-"""Between two requests, and drawn anew each time: behind a pause that is always the same a request would come
-at the same moment of a pass each time, right after one has begun."""
+"""Between two requests, drawn anew each time: after a constant pause every request would arrive at the same
+moment of a pass, right after its begin."""
 
 
 @dataclasses.dataclass(slots=True)
 class Suffered:
-    """What a caller saw for a while. Times in seconds."""
+    """A caller's measurements over a while. Times in seconds."""
 
     ttfts: list[float] = dataclasses.field(default_factory=list)
     checks: list[float] = dataclasses.field(default_factory=list)
@@ -80,12 +80,12 @@ class Row:
 
     @property
     def bound_s(self) -> float:
-        """Time to first token that is wanted."""
+        """Upper bound on the time to first token."""
         return _IDLE_FACTOR * self.idle_p50_s + self.pass_s
 
     @property
     def verdict(self) -> str:
-        """What of the promise was kept."""
+        """Which bounds were kept."""
         missed = []
         if not self.answered or self.failed:
             missed.append("answers")
@@ -101,7 +101,7 @@ class Row:
 
 
 async def suffer(address: str, token: str, *, seconds: float) -> Suffered:
-    """Ask and check health for so long, each on a connection of its own."""
+    """Send requests and check health for so long, each on its own connection."""
     suffered = Suffered()
     end = time.monotonic() + seconds
     await asyncio.gather(_ask(address, token, suffered, end), _check(address, suffered, end))
@@ -143,7 +143,7 @@ async def _check(address: str, suffered: Suffered, end: float) -> None:
 
 
 async def pass_time_s(address: str, token: str) -> float:
-    """Return what nearly all of the server's last passes took less than; NaN when it does not say."""
+    """Return the 99th percentile of the server's last passes; NaN if the server does not report it."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = server_service_pb2_grpc.ServerServiceStub(channel)
         metadata = (("authorization", f"Bearer {token}"),)
@@ -156,19 +156,19 @@ async def pass_time_s(address: str, token: str) -> float:
 
 
 def attack(name: str, address: str, token: str, seconds: float, ended: Any) -> None:
-    """Be the hostile process: attack, tell how the calls ended after some seconds, and go on."""
+    """Run the hostile process: attack, report how the calls ended after some seconds, and continue."""
 
     async def run() -> None:
         hostile = Hostile(address, token)
         attacking = asyncio.ensure_future(getattr(hostile, name)())
         if parent := multiprocessing.parent_process():
-            # A bench that is killed takes the attack along.
+            # If the bench is killed, the attack ends too.
             asyncio.get_running_loop().add_reader(parent.sentinel, attacking.cancel)
         await asyncio.wait((attacking,), timeout=seconds)
         ended.put(dict(hostile.ended))
         await attacking
 
-    # The server's end is the attack's.
+    # The attack ends with the server.
     with contextlib.suppress(EOFError, ConnectionError, asyncio.CancelledError):
         asyncio.run(run())
 
@@ -203,7 +203,7 @@ def measure(name: str, model: Path, folder: Path, *, seconds: float) -> tuple[Ro
             pass_s = asyncio.run(pass_time_s(server.address, tokens["operator"]))
             calls = ended.get(timeout=_CALL_TIMEOUT_S)
             began = time.monotonic()
-            # One that does not stop is killed, after longer than is wanted, and is told as that.
+            # A server that does not stop is killed, later than the bound, and reported as such.
             with contextlib.suppress(RuntimeError):
                 running.close()
         stop_s = time.monotonic() - began
@@ -246,7 +246,7 @@ def main() -> None:
         for name in arguments.only:
             row, failures = measure(name, model, Path(scratch), seconds=arguments.seconds)
             rows.append(row)
-            # Line by line too: the whole takes half an hour.
+            # Printed line by line too: the whole takes half an hour.
             print(*_cells(row), sep=" | ", flush=True)
             for failure in dict.fromkeys(failures):
                 print("   ", failure, flush=True)

@@ -1,4 +1,4 @@
-"""What OpenBLAS in front of MLX's CPU build is worth: the prefill of Gemma 3 270M with it and without.
+"""Gain from OpenBLAS in front of MLX's CPU build: the prefill of Gemma 3 270M with it and without.
 
     python -m bench.blas [--rounds N] [--tokens N]
 
@@ -21,12 +21,12 @@ from bench.report import ratios, spread_of
 from bench.server_process import ServerProcess
 
 _FIRST_TOKEN_ID = 1000
-"""Ordinary tokens of the model begin well before it."""
+"""Well above the model's special tokens."""
 _CALL_TIMEOUT_S = 300
 
 
 def prefill_tokens_per_s(flags: list[str], *, token_count: int, folder: Path) -> float:
-    """Start a server with these flags, prefill once to warm it and once to measure."""
+    """Start a server with these flags, prefill once to warm up and once to measure."""
     server = ServerProcess(
         model="demo-gemma",
         cache_directory=folder / "blocks",

@@ -1,4 +1,4 @@
-"""What the cache's work does to a sequence that decodes beside it: inter-token times by kind of neighbour.
+"""Inter-token times of a sequence that decodes beside the cache's work, by kind of neighbour.
 
 One caller decodes with the cache off while a neighbour sends prompts: none at all (idle), prompts that
 are computed and thrown away, prompts that are computed, kept and spilled, prompts that are restored from
@@ -32,7 +32,7 @@ from bench.server_process import ServerProcess
 DECODED_TOKEN_COUNT = 256
 NEIGHBOUR_TOKEN_COUNT = 512
 NEW_PROMPT_COUNT = 6
-"""More than are prefilled beside one reply."""
+"""More than are prefilled during one reply."""
 STORED_PROMPT_COUNT = 3
 
 
@@ -97,7 +97,7 @@ async def measure_decode(
             stored = [await _text(neighbour, seed=seed) for seed in range(STORED_PROMPT_COUNT)]
             for text in stored:
                 await neighbour.stream(text_request(text, max_output_tokens=1, cache=READ_WRITE))
-            # The first decode of a server finds nothing warm.
+            # A server's first decode warms it up.
             await _beside(reader, neighbour, "idle", ())
             for round_index in range(round_count):
                 new = [
@@ -112,7 +112,7 @@ async def measure_decode(
                     files=scratch / "decode",
                     kv_bytes_per_token=kv_bytes_per_token,
                 )
-                # What runs late meets a machine that others have heated or left, so the order takes turns.
+                # A late part meets a machine in another state than an early one, so the order alternates.
                 if round_index % 2:
                     found += await _beside_prefill(reader, neighbour, new)
                 console.print(f"decode beside neighbours, round {round_index + 1} of {round_count}")
@@ -124,9 +124,9 @@ async def _text(client: Client, *, seed: int) -> str:
 
 
 async def _beside_prefill(reader: Client, neighbour: Client, texts: Sequence[str]) -> list[DecodeTimes]:
-    """Decode alone, beside prompts that are thrown away, and beside the same when they are kept.
+    """Decode alone, beside prompts that are not cached, and beside the same ones cached.
 
-    RAM is full, so that every block that is kept spills another one.
+    RAM is full, so that every captured block spills another one.
     """
     uncached = [text_request(text, max_output_tokens=1, cache=NO_CACHE) for text in texts]
     cached = [text_request(text, max_output_tokens=1, cache=READ_WRITE) for text in texts]
@@ -154,7 +154,7 @@ async def _beside_restore(
         await _beside(reader, neighbour, "raw read", [raw], repeat=True),
         await _beside(reader, neighbour, "SSD hit", cached, repeat=True),
     ]
-    # A longer reply brings its blocks back into RAM, where one prompt over and over stays.
+    # A longer reply promotes its blocks to RAM, where a single repeated prompt then stays.
     await neighbour.stream(text_request(texts[0], max_output_tokens=32, cache=READ_WRITE))
     return [*found, await _beside(reader, neighbour, "RAM hit", cached[:1], repeat=True)]
 
@@ -182,7 +182,7 @@ async def _beside(
 
 
 async def _send(neighbour: Client, request: _Request) -> int:
-    """Send one prompt and return how much of it came from SSD."""
+    """Send one prompt and return how many of its tokens came from SSD."""
     if isinstance(request, _RawRead):
         await request.read_some()
         return 0

@@ -1,4 +1,4 @@
-"""Bytes on disk of several conversations on one shared prefix, against the KV that is really different."""
+"""Bytes on disk of several conversations that share a prefix, against the bytes of distinct KV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN_TOKEN_COUNT = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskUse:
-    """File bytes after the server has stopped, and the bytes of KV that had to be kept."""
+    """File bytes after the server has stopped, and the bytes of distinct KV."""
 
     file_bytes: int
     unique_kv_bytes: int
@@ -32,7 +32,7 @@ class DiskUse:
 async def measure_disk(
     *, model_path: Path, scratch: Path, log_file: Path, kv_bytes_per_token: int
 ) -> DiskUse:
-    """Run the conversations, stop the server, and count its directory."""
+    """Run the conversations, stop the server, and measure its directory."""
     directory = scratch / "disk"
     server = ServerProcess(model=str(model_path), cache_directory=directory, log_file=log_file)
     shared = [10 + i % 200 for i in range(SHARED_TOKEN_COUNT)]

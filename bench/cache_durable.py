@@ -1,7 +1,7 @@
 """Durability: how soon a turn is on SSD, and how long a stop takes with a gigabyte of fresh blocks.
 
-As many bytes are written and synced as plain files right behind each stop, in the same directory: what the
-disk does then is what the stop is compared with. Not before it: meanwhile the server would write behind.
+Right after each stop, as many bytes are written and synced as plain files in the same directory: the stop is
+compared with that. Not before the stop: the server would write blocks behind meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.server_process import ServerProcess
 
 TURN_TOKEN_COUNT = 1024
 TURN_COUNT = 8
-"""A gigabyte of KV together."""
+"""Together a gigabyte of KV."""
 ALL_WRITTEN_TARGET_S = 10.0
 STOP_TARGET_RATIO = 1.5
 """3 s for what a disk of 0.5 GB/s writes in 2 s."""
@@ -36,17 +36,17 @@ _FLAGS = ("--ram-bytes", "4GiB", "--flush-timeout-s", "80", "--no-restore-or-rec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Durability:
-    """One round. Plain writes are of a gigabyte."""
+    """Times of one round. Plain writes are of a gigabyte."""
 
     all_written_s: float
     """From the end of one turn until every complete block of it is on SSD."""
     unwritten_share: float
-    """Of a gigabyte, when the stop began right behind the last turn."""
+    """Share of the gigabyte not written yet when the stop began, right after the last turn."""
     behind_stop_s: float
-    """That stop."""
+    """Time of that stop."""
     behind_plain_s: float
     evict_stop_s: float
-    """A stop that finds all of it unwritten, as with `--spill-policy on_evict`."""
+    """Time of a stop with nothing written before, as with `--spill-policy on_evict`."""
     evict_plain_s: float
 
 
@@ -110,15 +110,15 @@ async def _spill(client: Client) -> cache_stats_pb2.CacheSpillStats:
 
 
 def _time_stop(server: ServerProcess, directory: Path) -> tuple[float, float]:
-    """Return the seconds of the stop, and of a plain write of a gigabyte behind it."""
+    """Return the seconds of the stop, and of a plain write of a gigabyte after it."""
     began_s = time.perf_counter()
     server.stop()
     return time.perf_counter() - began_s, _plain_write_s(directory, _WHOLE_BYTES)
 
 
 def _plain_write_s(directory: Path, size_bytes: int) -> float:
-    """Write and sync files as large as blocks. They stay until the end, as blocks do: what a file that goes
-    leaves in memory is written to faster, above all where the machine is a virtual one."""
+    """Write and sync files as large as blocks. They stay until the end, as blocks do: writes into memory that
+    a deleted file has freed are faster, above all on a virtual machine."""
     data = random.Random(0).randbytes(_FILE_BYTES)
     folder = directory / "plain"
     folder.mkdir()

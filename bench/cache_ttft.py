@@ -1,7 +1,7 @@
 """TTFT of one long prompt cold, from RAM, and from SSD after a restart, beside mlx-lm's own server.
 
-Each round has a prompt of its own. Both servers are loaded and compute in turn; then both are stopped
-and started again, and every prompt is asked once more. Block files may still be in the page cache.
+Each round has its own prompt. Both servers are loaded and compute in turn; then both are restarted, and
+every prompt is sent once more. Block files may still be in the page cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTPUT_TOKEN_COUNT = 8
 
 @dataclasses.dataclass(slots=True)
 class PromptTimes:
-    """What one prompt took, in seconds; `*_tokens` is what the server said it reused."""
+    """Times of one prompt, in seconds; `*_tokens` are the tokens reused according to the server."""
 
     text: str
     prompt_tokens: int = 0
@@ -30,7 +30,7 @@ class PromptTimes:
     ram_s: float = 0.0
     ssd_s: float = 0.0
     ram_behind_s: float = 0.0
-    """From RAM right behind that, so that both meet the same machine."""
+    """From RAM right after that, so that both are measured in the same conditions."""
     ram_tokens: int = 0
     ssd_tokens: int = 0
     peer_cold_s: float = 0.0
@@ -53,7 +53,7 @@ async def measure_ttft(
     prompts: list[PromptTimes] = []
     with server, peer:
         async with connected(server.address) as client:
-            # One round more than is kept: the first one warms both servers up.
+            # The first round only warms up both servers.
             for seed in range(round_count + 1):
                 text = await text_of_tokens(client, token_count, seed=seed)
                 prompts.append(await _first_session(client, peer, PromptTimes(text)))
@@ -107,7 +107,7 @@ def ttft_ratios(prompts: Sequence[PromptTimes]) -> dict[str, Spread]:
 
 
 def ttft_seconds(prompts: Sequence[PromptTimes]) -> dict[str, Spread]:
-    """Return the seconds themselves, for the plot and for orientation."""
+    """Return the seconds, for the plot and for orientation."""
     return {
         "icehouse cold": spread_of(prompt.cold_s for prompt in prompts),
         "icehouse RAM": spread_of(prompt.ram_s for prompt in prompts),
@@ -120,7 +120,7 @@ def ttft_seconds(prompts: Sequence[PromptTimes]) -> dict[str, Spread]:
 
 @contextlib.asynccontextmanager
 async def connected(address: str) -> AsyncIterator[Client]:
-    """Give a connected client for the length of the block."""
+    """Yield a connected client."""
     client = Client(address)
     await client.ready()
     try:

@@ -1,4 +1,4 @@
-"""The in-process engine as the bench sees it: a child that computes only while it is asked to."""
+"""The in-process engine as the bench uses it: a child process that computes only on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.server_process import ROOT, child_environment
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """Of BatchGenerator; 0 leaves one at mlx-lm's default."""
+    """Batch sizes of BatchGenerator; 0 means mlx-lm's default."""
 
     completion_batch_size: int = 0
     prefill_batch_size: int = 0
@@ -50,7 +50,7 @@ class EngineProcess:
             self._command.append("--ignore-end-tokens")
         self._environment = child_environment(environment)
         self.device = ""
-        """Its name, told by MLX."""
+        """The device's name as MLX reports it."""
         self._log_file = log_file
         self._answer_timeout_s = answer_timeout_s
         self._process: subprocess.Popen[str] | None = None
@@ -81,7 +81,7 @@ class EngineProcess:
                 self._process.kill()
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_output_tokens: int) -> list[Reply]:
-        """Run the prompts as one batch, greedily, and return when each token was there."""
+        """Run the prompts as one batch, greedily, and return the time of each token."""
         order = {"prompts": [list(prompt) for prompt in prompts], "max_output_tokens": max_output_tokens}
         return [
             Reply(reply["start_time_s"], tuple(reply["token_times_s"]), tuple(reply["token_ids"]))

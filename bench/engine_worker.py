@@ -22,7 +22,7 @@ from tests.fixtures.steps import whole
 
 
 def main() -> None:
-    """Load the model, say so, and work until standard input ends."""
+    """Load the model, report that, and work until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--ignore-end-tokens", action="store_true")
     arguments = parser.parse_args()
     load_openblas()
-    # Whatever libraries print must not end up between the answers.
+    # Output of libraries must not get between the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
 
     from icehouse_server.engine.runner import model_loader

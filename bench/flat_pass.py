@@ -2,8 +2,8 @@
 
 Wall clock from the first request to the last token, prompts included, in alternating rounds, with a trivial
 greedy scheduler: decoding rows first, then prompt chunks while a budget of tokens lasts. No sampling, no
-cache of prefixes, no server. It shows what the mechanics are worth and nothing else. On a CPU, preload
-OpenBLAS, whose matrices are several times as fast as those of MLX's build.
+prefix cache, no server: it measures only the mechanics. On a CPU, preload OpenBLAS, which multiplies matrices
+several times as fast as MLX's own build.
 
 `--host` measures instead how long Python takes to build one decode pass, which a GPU would wait for.
 """
@@ -38,7 +38,7 @@ CASES = {
     "15 x 40 + 1 x 2000": ([40] * 15 + [2000], 32),
     "8 x 500": ([500] * 8, 32),
 }
-"""Lengths of the prompts, and how many tokens each row gets."""
+"""Lengths of the prompts, and the output tokens of each row."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Run:
     tokens_per_s: float
     worst_first_token_s: float
     cpu_s: float
-    """CPU time of this process: what a busy machine disturbs less than wall clock."""
+    """CPU time of this process, which a busy machine disturbs less than the wall clock."""
     replies: list[list[int]]
 
 
@@ -194,7 +194,7 @@ def measure_host(model: Any, *, row_counts: Sequence[int], pass_count: int = 20)
 
 
 def main() -> None:
-    """Run one of the two."""
+    """Compare the passes, or measure the host."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="a model folder; random weights if none is named")
     parser.add_argument("--which", choices=[which.value for which in RandomModel], default="large")

@@ -1,4 +1,4 @@
-"""Clients of a running server: each has a connection of its own and reads one stream at a time."""
+"""Clients of a running server: each has its own connection and reads one stream at a time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Client:
     ) -> tuple[Reply, messages.Started, messages.Finished]:
         """Send one request and time each token as its message arrives.
 
-        The times go into `heard` as they come, for who looks on meanwhile.
+        The times are also appended to `heard` as they come, for a concurrent reader.
         """
         times = [] if heard is None else heard
         ids: list[int] = []
@@ -86,7 +86,7 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def connected(address: str, count: int) -> AsyncIterator[list[Client]]:
-    """Give so many clients of one server, each with its connection."""
+    """Yield so many clients of one server, each with its own connection."""
     clients = [Client(address) for _ in range(count)]
     await asyncio.gather(*(client.ready() for client in clients))
     try:
@@ -98,7 +98,7 @@ async def connected(address: str, count: int) -> AsyncIterator[list[Client]]:
 async def stream_together(
     clients: Sequence[Client], requests: Sequence[messages.GenerateRequest]
 ) -> list[Reply]:
-    """Send one request from each client at the same moment and return what each one saw."""
+    """Send one request from each client at the same moment and return the replies."""
     seen = await asyncio.gather(*(c.stream(r) for c, r in zip(clients, requests, strict=True)))
     return [reply for reply, _, _ in seen]
 

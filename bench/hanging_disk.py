@@ -17,11 +17,11 @@ _WRITES = ("create", "write", "fsync", "fsync_dir", "rename", "unlink")
 _KINDS = (_READS, _WRITES, (*_READS, *_WRITES))
 _ANSWERS_S = (10.0, 40.0)
 _HANGS_S = (3.0, 25.0)
-"""Longer and shorter than what a server waits before it gives up."""
+"""Shorter and longer than a server waits before it gives up."""
 
 
 def hang_now_and_then(*, seed: int = 0) -> None:
-    """Have reads, writes or both not return for a while, again and again, in this process."""
+    """Make reads, writes or both of this process hang for a while, again and again."""
     doors = {verb: threading.Event() for verb in (*_READS, *_WRITES)}
     for verb, door in doors.items():
         door.set()

@@ -1,7 +1,7 @@
 """Attacks of one hostile caller: ordinary calls, with or without credentials, at their worst.
 
-Each goes on until it is cancelled and checks nothing; `make bench CASE=attacks` measures what another tenant
-notices of it, and `tests/system/load/test_hostile.py` runs them for a moment.
+Each attack runs until it is cancelled and checks nothing; `make bench CASE=attacks` measures its effect on
+another tenant, and `tests/system/load/test_hostile.py` runs them briefly.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tests.fixtures.rpc.http2 import Peer, framed, peer_of
 
 CONNECTION_COUNT = 5
 CALL_COUNT = ConnectionConfig().stream_limit
-"""Calls of each connection: one that opens more is cut off."""
+"""Calls on each connection: one with more calls is cut off."""
 STREAM_COUNT = 1024
 _ROUND_S = 20.0
-"""Whoever holds places only lets them go now and then, and takes them again."""
+"""How long an attack that holds places keeps them before it takes them again."""
 _PAUSE_S = 0.01
 _PRIORITY = 100
 """The highest there is."""
@@ -62,19 +62,19 @@ _EXPRESSION = "(a|b|c|d){1,400}(x|y)*" * 4
 
 
 class Hostile:
-    """One tenant that means ill. Its public methods are the attacks."""
+    """A hostile tenant. Its public methods are the attacks."""
 
     def __init__(self, address: str, token: str) -> None:
         self._address = address
         self._token = token
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self.begun = asyncio.Event()
-        """The first calls have been made."""
+        """Set once the first calls have been made."""
         self.ended = collections.Counter[str]()
-        """Calls that have ended, by status; those that hang open are not in it."""
+        """Number of ended calls, by status."""
 
     async def nothing(self) -> None:
-        """Nobody attacks: what a run shows beyond that is an attack's."""
+        """Attack nobody: the baseline for the attacks."""
         self.begun.set()
         await asyncio.Event().wait()
 
@@ -83,7 +83,7 @@ class Hostile:
         await self._holding(_CHECK_HEALTH, b"", token="")
 
     async def unread_health_watches(self) -> None:
-        """Health watches, without credentials, on connections that take nothing."""
+        """Health watches, without credentials, on connections that accept no data."""
         await self._holding(_WATCH_HEALTH, _HEALTH_MESSAGE, window_bytes=0, token="")
 
     async def unread_requests(self) -> None:
@@ -91,7 +91,7 @@ class Hostile:
         await self._holding(_GENERATE, b"", token=self._token)
 
     async def trickled_requests(self) -> None:
-        """Requests of 16 MiB that come a byte at a time."""
+        """Requests of 16 MiB, sent a byte at a time."""
         async with self._connections(window_bytes=None) as peers:
             opened = [
                 (peer, await peer.open_call(_GENERATE, token=self._token))
@@ -119,11 +119,11 @@ class Hostile:
         await self._holding(_LIST, _LIST_MESSAGE, window_bytes=0, token=self._token)
 
     async def idle_watches(self) -> None:
-        """WatchStats that are told nothing for an hour."""
+        """WatchStats with an interval so long that nothing is sent for an hour."""
         await self._holding(_WATCH, framed(_HOURLY.SerializeToString()), token=self._token)
 
     async def watch_storms(self) -> None:
-        """WatchStats ten times a second, as many as are let in, and again as each is refused."""
+        """WatchStats ten times a second, as many as are admitted, and again when one is refused."""
         await self._asking("WatchStats", [_OFTEN], at_once=300, service="server")
 
     async def unread_archives(self) -> None:
@@ -149,7 +149,7 @@ class Hostile:
         await self._asking("Generate", [messages.GenerateRequest(prompt={"chat": chat})], at_once=4)
 
     async def long_prompts(self) -> None:
-        """Prompts that fill the context, each another one, at the highest priority."""
+        """Different prompts that fill the context, at the highest priority."""
         requests = [
             messages.GenerateRequest(
                 prompt={"tokens": prompt_pb2.TokenPrompt(ids=[10 + index, *[11] * 60_000])},
@@ -161,14 +161,14 @@ class Hostile:
         await self._asking("Generate", requests, at_once=64)
 
     async def form_bombs(self) -> None:
-        """Response formats that are short to write and long to compile, each another one."""
+        """Different response formats that are short to write and slow to compile."""
         forms = [response_format_pb2.ResponseFormat(json_schema=_BOMB + " " * i) for i in range(32)]
         forms += [response_format_pb2.ResponseFormat(regex=_EXPRESSION + "z" * i) for i in range(32)]
         requests = [messages.GenerateRequest(prompt={"text": "Hi"}, response_format=form) for form in forms]
         await self._asking("Generate", requests, at_once=16)
 
     async def order_floods(self) -> None:
-        """Every command of the cache, as many as are let in."""
+        """Every command of the cache, as many as are admitted."""
         tokens = prompt_pb2.TokenPrompt(ids=[11] * 2000)
         orders = (
             ("Warm", cache_service_pb2.WarmRequest(prompt={"tokens": tokens})),
@@ -183,11 +183,11 @@ class Hostile:
                 together.create_task(self._asking(name, [request], at_once=60, service="cache"))
 
     async def stats_floods(self) -> None:
-        """GetStats, as many as are let in."""
+        """GetStats, as many as are admitted."""
         await self._asking("GetStats", [server_service_pb2.GetStatsRequest()], at_once=300, service="server")
 
     async def tokenize(self) -> None:
-        """Tokenize of the longest text that it takes, and of 16 MiB."""
+        """Tokenize of the longest accepted text, and of 16 MiB."""
         texts = ("a " * (1 << 18), "a " * ((8 << 20) - 64))
         requests = [messages.TokenizeRequest(prompt={"text": text}) for text in texts]
         await self._asking("Tokenize", requests, at_once=4)
@@ -209,7 +209,7 @@ class Hostile:
         await self._asking("Generate", [request], at_once=STREAM_COUNT)
 
     async def refused_calls(self) -> None:
-        """Calls with a token that nobody has, as fast as they are refused."""
+        """Calls with an unknown token, as fast as they are refused."""
         stranger = Hostile(self._address, "x" * len(self._token))
         stranger.ended, stranger.begun = self.ended, self.begun
         await stranger._asking(
@@ -227,7 +227,7 @@ class Hostile:
     async def _holding(
         self, path: str, message: bytes, *, token: str, window_bytes: int | None = None, reads: bool = True
     ) -> None:
-        """Begin as many calls as there may be, hold them for a while, and begin again."""
+        """Open as many calls as allowed, hold them for a while, and open new ones."""
         while True:
             with contextlib.suppress(ConnectionError, EOFError):
                 async with self._connections(window_bytes=window_bytes) as peers:
@@ -242,7 +242,7 @@ class Hostile:
     async def _asking(
         self, method: str, requests: Sequence[Any], *, at_once: int, service: str = "inference"
     ) -> None:
-        """Ask so many at once, and again as each has ended."""
+        """Keep so many calls running: send a new one when one has ended."""
         options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
             stub: Any = {

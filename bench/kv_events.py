@@ -1,12 +1,12 @@
 """`make bench CASE=telemetry ARGS=--events`: times between tokens with subscribers of KV events and without,
 as ratios of one run.
 
-Four servers stay loaded: two that nobody has subscribed to, which shows how far two equal ones differ; one
-with a subscriber that reads; one with such a one and some that take not a byte. Only one of them works at a
-time. In each round every client sends prompts one after another, all of them new, to a server whose RAM tier
-is small: blocks come and go all the time. The order turns from round to round, and a first round is thrown
-away. The 99th percentile of one round goes by some twenty passes, and differs by a third between two equal
-servers; so those of all rounds together are compared, each time without one of the rounds.
+Four servers stay loaded: two without subscribers, which show how much equal servers differ; one with a
+subscriber that reads; one with such a subscriber and some that accept no byte. Only one of them works at a
+time. In each round every client sends new prompts, one after another, to a server whose RAM tier is small, so
+that blocks come and go all the time. The order rotates from round to round, and a first round is discarded.
+The 99th percentile of one round depends on some twenty passes, and differs by a third between equal servers;
+so it is taken over all rounds together, each time without one of the rounds.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from tests.fixtures.rpc.http2 import Peer, framed, peer_of
 
 P99_RATIO_TARGET = 1.02
 _MEMORY_RATIO_TARGET = 1.1
-"""Of a server some of whose subscribers take nothing: the ring is bounded, and so is what each has taken."""
+"""For the server with stalled subscribers: the ring is bounded, and so is the state of each subscriber."""
 _FLAGS = (
     *("--worker", "--no-access-log", "--block-token-count", "16", "--min-prefix-token-count", "0"),
     *("--ram-bytes", "64MiB", "--spill-policy", "off"),
 )
 _SUBSCRIBE = "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"
 _STALL_S = 20.0
-"""Less than the server's own patience with a reader who takes nothing."""
+"""Less than the time after which the server ends a stalled subscriber."""
 _NONE, _AGAIN, _READ, _STALLED = "none", "none again", "one reads", "one reads, others stall"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Round:
-    """What one side did in one round."""
+    """Measurements of one side in one round."""
 
     gaps_s: tuple[float, ...]
     """Times between tokens, of all clients."""
@@ -78,7 +78,7 @@ class Side:
     server: ServerProcess
     clients: Sequence[Client]
     event_count: Any
-    """What the subscriber that reads has been told: a value that its process shares; None without one."""
+    """Events that the reading subscriber has got, a value shared with its process; None without one."""
     stalled: Sequence[asyncio.Task[None]]
 
     def told(self) -> int:
@@ -160,7 +160,7 @@ async def _round(side: Side, requests: Sequence[messages.GenerateRequest]) -> Ro
 
 @contextlib.contextmanager
 def _reading(address: str) -> Any:
-    """Subscribe in a process of its own, which takes no time of the clients'; give the count of events."""
+    """Subscribe in another process, which takes no time from the clients; yield the count of events."""
     context = multiprocessing.get_context("spawn")
     count = context.Value("q", 0)
     process = context.Process(target=_read, args=(address, count), daemon=True)
@@ -183,7 +183,7 @@ def _read(address: str, count: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def _stalling(address: str, count: int) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Have so many subscribers that take nothing, and come back when they are ended for it."""
+    """Run so many stalled subscribers, which subscribe again when the server has ended them."""
     async with contextlib.AsyncExitStack() as stack:
         peers = [await stack.enter_async_context(peer_of(address, window_bytes=0)) for _ in range(count)]
         tasks = [asyncio.create_task(_stall(peer)) for peer in peers]
@@ -198,7 +198,7 @@ async def _stalling(address: str, count: int) -> AsyncIterator[list[asyncio.Task
 async def _stall(peer: Peer) -> None:
     while True:
         stream = await peer.open_call(_SUBSCRIBE)
-        # A request for the state and all that follows is an empty message.
+        # An empty message asks for the state and all later events.
         await peer.send(stream, framed(b""), end=True)
         await peer.quiet(_STALL_S)
         await peer.reset(stream)
@@ -210,7 +210,7 @@ def _rss_bytes(pid: int) -> int:
 
 
 def _p99_ratio(above: Sequence[Round], below: Sequence[Round]) -> Spread:
-    """Return the ratio of two sides' p99 over all rounds, as it is without each of them."""
+    """Return the ratios of two sides' p99 over all rounds but one, for each round left out."""
 
     def p99_without(rounds: Sequence[Round], left_out: int) -> float:
         kept = (each.gaps_s for index, each in enumerate(rounds) if index != left_out)

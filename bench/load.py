@@ -33,19 +33,19 @@ CONNECTION_COUNT = 8
 
 
 class Part(enum.Enum):
-    """What can be measured alone; everything otherwise."""
+    """Parts that can be measured alone; by default all are."""
 
     SWEEP = "sweep"
-    """Rising loads, beside mlx-lm's server."""
+    """Rising loads, compared with mlx-lm's server."""
     OURS = "ours"
     """Rising loads, our server alone."""
     LONG = "long"
-    """Short prompts beside a long one, on a model of sliding windows that can take a very long one here."""
+    """Short prompts beside a long one, on a sliding-window model: there a very long one is feasible."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sweep:
-    """Which loads are offered, and for how long each."""
+    """The offered loads, and how long each is offered."""
 
     first_rate_per_s: float
     rate_factor: float

@@ -1,4 +1,4 @@
-"""Open-loop arrivals: who asks what and when, decided before anything runs and the same for every server."""
+"""Open-loop arrivals: which requests arrive when, decided in advance and the same for every server."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from bench.prompts import short_prompts
 
 
 class Kind(enum.Enum):
-    """What sort of request it is."""
+    """The kind of a request's prompt."""
 
     SHORT = "short"
-    """A few sentences of its own."""
+    """A few unique sentences."""
     LONG = "long"
-    """A page of its own."""
+    """A unique page."""
     SHARED = "shared"
-    """One of a few pages that many ask about, and a question of its own."""
+    """One of a few shared pages, and a unique question."""
 
 
 _SHARES = {Kind.SHORT: 0.6, Kind.LONG: 0.15, Kind.SHARED: 0.25}
@@ -39,8 +39,8 @@ class Arrival:
 def poisson_arrivals(*, rate_per_s: float, duration_s: float, seed: int) -> list[Arrival]:
     """Return arrivals with exponential gaps over the duration; other seeds share no text, pages included.
 
-    When they come and what sort they are is the same for every seed, only faster with a higher rate, so that
-    one load is told from the next by its rate and not by its luck.
+    Times and kinds are the same for every seed, only faster with a higher rate, so that two loads differ by
+    their rates and not by luck.
     """
     plan, words = random.Random(0), random.Random(seed)
     pages = [page(_PAGE_SENTENCES, seed=100_000 * (seed + 1) + i) for i in range(_PAGE_COUNT)]

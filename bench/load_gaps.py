@@ -1,4 +1,4 @@
-"""What happened in the slowest gaps between two tokens of a reply, told from the replies beside it."""
+"""Causes of the slowest gaps between two tokens of a reply, inferred from concurrent replies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from bench.replies import Reply, quantile
 
 _SAME_STEP_S = 0.003
-"""Tokens of one decode step reach their callers within about this time of each other."""
+"""Tokens of one decode step reach their callers within about this time."""
 _SLOW_SHARE = 0.99
 
 

@@ -1,4 +1,4 @@
-"""Under load: tokens of running replies, and first tokens of short prompts beside a long one."""
+"""Parts of the load bench: decode alone, and first tokens of short prompts beside a long one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def decode_alone_p50_s(clients: Sequence[Client]) -> float:
     seen = await asyncio.gather(
         *(clients[i % len(clients)].stream(request) for i, request in enumerate(requests))
     )
-    # The first tokens come while other prompts are still computed.
+    # The first tokens arrive while other prompts are still being computed.
     settled = [Reply(r.start_time_s, r.token_times_s[len(r.token_times_s) // 3 :], ()) for r, _, _ in seen]
     return percentiles([gap.duration_s for reply in settled for gap in gaps_of(reply)]).p50_s
 
@@ -50,7 +50,7 @@ async def short_beside_long(client: Client, other: Client, *, long_token_count: 
     waiting = asyncio.create_task(other.stream(request))
     busy: list[float] = []
     while not waiting.done():
-        # One that outlasts the long prompt counts too: it may have waited for all of it.
+        # A short prompt that outlasts the long one counts too: it may have waited for all of it.
         busy.append(await _short_ttft_s(client, seed=10_000 + len(busy)))
     reply, started, _ = await waiting
     return ShortBesideLong(
@@ -68,6 +68,6 @@ async def _short_ttft_s(client: Client, *, seed: int) -> float:
 
 
 async def _long_text(client: Client, token_count: int) -> str:
-    """Return a text of about so many tokens, judged by the tokens of a page."""
+    """Return a text of about so many tokens, estimated from the tokens of a page."""
     page_tokens = len(await client.tokenize(page(_PAGE_STEP, seed=7)))
     return page(max(1, _PAGE_STEP * token_count // page_tokens), seed=8)

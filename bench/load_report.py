@@ -1,4 +1,4 @@
-"""What the load bench says of a run: tables, verdicts on the targets, the files."""
+"""Report of the load bench: tables, verdicts on the targets, files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bench.load_run import STOP_TTFT_S, LoadPoint, Objective, Percentiles, goodp
 from bench.report import Verdict, console, setting, show_table, show_verdicts, spread_of, write_json
 
 _CHUNK_S = 0.1
-"""What a newcomer may wait for a chunk of a long prefill to end; allowed on top of the ratio."""
+"""How long a new request may wait for the current chunk of a long prefill; allowed on top of the ratio."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Findings:
-    """All that one run measured; a part that was not asked for is empty or None."""
+    """The results of one run; a part that was not measured is empty or None."""
 
     objective: Objective
     alone_p50_s: float | None
@@ -47,7 +47,7 @@ def report(found: Findings, *, name: str) -> None:
 
 
 def told(point: LoadPoint) -> str:
-    """Return one line that tells the run while it goes on."""
+    """Return one line of progress."""
     return (
         f"{point.offered_per_s:6.2f}/s {point.target:9s} {point.arrival_count} asked, {point.failed_count} "
         f"failed, TTFT p95 {point.ttft.p95_s:.2f} s, good {point.goodput_per_s:.2f}/s"

@@ -1,4 +1,4 @@
-"""A plan of arrivals played against a server, and what came of it."""
+"""A plan of arrivals played against a server, and its results."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from bench.load_targets import Target
 from bench.replies import Reply, quantile
 
 PATIENCE_S = 30.0
-"""A reply that has not ended so long after the last arrival counts as failed."""
+"""A reply that has not ended this long after the last arrival counts as failed."""
 
 STOP_TTFT_S = 3.0
-"""p95 TTFT at which a load is high enough."""
+"""p95 TTFT at which the load is not raised further."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Objective:
-    """What a reply must keep to count as good, in seconds: its TTFT, and its mean inter-token time."""
+    """Limits that a good reply keeps, in seconds: of its TTFT, and of its mean inter-token time."""
 
     ttft_s: float = 1.0
     itl_s: float = 0.1
 
     def is_met(self, reply: Reply) -> bool:
-        """Whether both were kept."""
+        """Whether a reply keeps both limits."""
         times = reply.token_times_s
         itl_s = (times[-1] - times[0]) / max(1, len(times) - 1)
         return reply.ttft_s <= self.ttft_s and itl_s <= self.itl_s
@@ -64,7 +64,7 @@ class LoadPoint:
 
 
 async def play(target: Target, arrivals: Sequence[Arrival]) -> tuple[list[Reply | None], float]:
-    """Send each request at its moment, whatever is still under way; return replies and seconds taken."""
+    """Send each request at its time, whatever is still running; return replies and the seconds taken."""
     began = time.perf_counter()
 
     async def ask_in_time(arrival: Arrival) -> Reply | None:
@@ -87,7 +87,7 @@ def summarize(
     elapsed_s: float,
     objective: Objective,
 ) -> LoadPoint:
-    """Return what one run came to."""
+    """Summarize one run."""
     whole = [reply for reply in replies if reply is not None]
     return LoadPoint(
         target=target.name,
@@ -104,7 +104,7 @@ def summarize(
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
-    """Return the three that are reported."""
+    """Return p50, p95 and p99 of the values."""
     return Percentiles(quantile(values, 0.5), quantile(values, 0.95), quantile(values, 0.99))
 
 

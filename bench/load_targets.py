@@ -1,4 +1,4 @@
-"""Servers that a plan of arrivals can be played against, and how a request is sent to each."""
+"""Servers that a plan of arrivals can be played against, each with its way to send a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Target(Protocol):
     name: str
 
     async def ask(self, text: str, *, max_output_tokens: int) -> Reply | None:
-        """Stream one greedy reply and time its tokens; None when the server refused or broke off."""
+        """Stream one greedy reply and time its tokens; None if the server refused or broke off."""
         ...
 
 
@@ -46,7 +46,7 @@ class IcehouseTarget:
 
 
 class MlxLmTarget:
-    """mlx-lm's server, one HTTP connection a request, as its own clients do. Text arrives token by token."""
+    """mlx-lm's server, with one HTTP connection per request, as its own clients have. Text comes by token."""
 
     name = "mlx-lm"
 
@@ -80,7 +80,7 @@ def _head(body_size_bytes: int) -> bytes:
 
 
 async def _token_times(reader: asyncio.StreamReader) -> list[float]:
-    """Return when each piece of text came; nothing when the answer broke off before its end."""
+    """Return the arrival time of each piece of text; empty if the answer broke off."""
     times: list[float] = []
     try:
         async for raw in reader:

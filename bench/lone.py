@@ -1,9 +1,9 @@
 """`make bench CASE=lone`: cold time to first token of a lone prompt, the server against the engine.
 
-Each round starts a server of its own, whose first request is five tokens long, as a probe's is: what the
-server learns from it must not slow down those that follow. Then prompts of rising length, cache on, cache
-off, and in mlx-lm's BatchGenerator (its own prefill step unless told otherwise), in an order that turns from
-round to round. One side computes at a time; every prompt is new to the server; all run with OpenBLAS where
+Each round starts a new server, whose first request has five tokens, like a probe's: what the server learns
+from that must not slow down later requests. Then come prompts of rising length: with the cache on, with it
+off, and in mlx-lm's BatchGenerator (its default prefill step unless told otherwise), in an order that rotates
+from round to round. One side computes at a time; every prompt is new to the server; all run with OpenBLAS if
 the server would.
 """
 
@@ -41,11 +41,11 @@ TTFT_RATIO_TARGET = 1.1
 CACHE_RATIO_TARGET = 1.05
 FIRST_TOKEN_COUNT = 5
 _TOKENS_PER_TEXT = 20
-"""The least that one of `short_prompts` comes to."""
+"""Least tokens of one of `short_prompts`."""
 
 
 class Side(enum.Enum):
-    """Who computes a prompt."""
+    """The side that computes a prompt."""
 
     ENGINE = "engine"
     CACHE_OFF = "server, cache off"
@@ -69,7 +69,7 @@ QUICK = Plan(round_count=2, prompt_token_counts=(1059, 3000))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """One prompt on one side."""
+    """Measurement of one prompt on one side."""
 
     round_index: int
     prompt_token_count: int
@@ -162,7 +162,7 @@ async def _ask(client: Client, engine: EngineProcess, prompt: Sequence[int], sid
 
 
 async def _prompt(client: Client, token_count: int, *, seed: int) -> list[int]:
-    """Return a prompt of so many tokens; another seed differs from its first characters on."""
+    """Return a prompt of so many tokens; prompts of different seeds differ from their first characters."""
     texts = short_prompts(token_count // _TOKENS_PER_TEXT + 1, seed=seed)
     return (await client.tokenize(f"{seed:04d} {' '.join(texts)}"))[:token_count]
 

@@ -17,7 +17,7 @@ _POLL_S = 0.2
 
 
 class MlxLmServer:
-    """`mlx_lm server` at its defaults; ready when `__enter__` returns. OpenBLAS as icehouse has it."""
+    """`mlx_lm server` at its defaults, with OpenBLAS as in icehouse; ready when `__enter__` returns."""
 
     def __init__(self, *, model_path: Path, log_file: Path, boot_timeout_s: float = 120.0) -> None:
         self._model_path = model_path
@@ -28,7 +28,7 @@ class MlxLmServer:
 
     @property
     def port(self) -> int:
-        """Where it listens on loopback, once entered."""
+        """Its port on loopback, once entered."""
         return self._port
 
     def __enter__(self) -> MlxLmServer:

@@ -1,4 +1,4 @@
-"""mlx-vlm's own generation in a child process: what stands for its server where that cannot be started.
+"""mlx-vlm's own generation in a child process: the replacement if its server cannot be started.
 
 This is `stream_generate`, which keeps nothing from one call to the next. The model is loaded once; a line of
 JSON is a call.
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     model, processor = load(str(parser.parse_args().model))
-    # What libraries print must not come between the answers.
+    # Output of libraries must not get between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     print(_READY, file=answers, flush=True)
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def _prompt(turns: Sequence[str]) -> str:
-    """Return what the model's chat template writes."""
+    """Return the prompt that the model's chat template makes."""
     first, *others = turns
     told = [f"<|vision_start|><|image_pad|><|vision_end|>{first}", *others]
     roles = ("user", "assistant")

@@ -1,7 +1,7 @@
 """mlx-vlm's own HTTP server as a child process, for side-by-side numbers on the same model and pictures.
 
-It asks for packages that nothing else here needs (FastAPI and more). `make bench CASE=vision` puts them into
-a folder of their own, which is put in front of this process's packages for that child alone.
+It needs packages that nothing else here needs (FastAPI and more). `make bench CASE=vision` installs them into
+a separate folder, which precedes this process's packages in that child alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from bench.server_process import ROOT, child_environment, free_port, other_server_environment
 
 PACKAGES_FOLDER = ROOT / "build" / "mlx-vlm-server"
-"""What .ci/mlx-vlm-server-requirements.txt lists, where `make bench CASE=vision` has put it."""
+"""Where `make bench CASE=vision` installs .ci/mlx-vlm-server-requirements.txt."""
 
 _MODULES = ("fastapi", "uvicorn", "multipart", "websockets", "mlx_audio", "miniaudio")
 _POLL_S = 0.2
@@ -35,15 +35,15 @@ _REPLY_TIMEOUT_S = 300.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeerReply:
-    """What a peer said of one call."""
+    """A peer's answer to one call."""
 
     ttft_s: float
     cached_tokens: int = 0
-    """Of the prompt, as the peer counts them."""
+    """Cached tokens of the prompt, as the peer counts them."""
 
 
 def missing_modules() -> list[str]:
-    """Return what the server needs and is neither in its folder nor in this environment."""
+    """Return the modules that the server needs and that neither its folder nor this environment has."""
     paths = [str(PACKAGES_FOLDER), *sys.path]
     return [name for name in _MODULES if importlib.machinery.PathFinder.find_spec(name, paths) is None]
 
@@ -77,7 +77,7 @@ class MlxVlmServer:
         command = [sys.executable, "-m", "mlx_vlm.server", "--model", str(self._model_path)]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--log-level", "WARNING"]
         with self._log_file.open("ab") as log:
-            # A session of its own: Ctrl-C reaches the parent alone, which stops it in order.
+            # In another session, so that Ctrl-C reaches only the parent, which stops the server cleanly.
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -145,7 +145,7 @@ class MlxVlmServer:
             connection.close()
 
     def _end(self) -> None:
-        """Ask it to end, which writes what its cache has still to write; kill its group if it does not."""
+        """Ask it to end, so that it writes the rest of its cache; kill its group if it does not end."""
         assert self._process is not None
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -188,7 +188,7 @@ def _messages(picture: bytes, turns: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _event_of(raw: bytes) -> dict[str, Any]:
-    """Return what a line of the stream tells; nothing of other lines."""
+    """Return the event of a line of the stream; empty for other lines."""
     line = raw.decode("utf-8").strip()
     if not line.startswith("data: {"):
         return {}

@@ -1,4 +1,4 @@
-"""Model folder that a bench measures: random weights made on the spot, or as for `icehouse serve`."""
+"""Model folder for a bench: random weights made on the spot, or any that `icehouse serve` takes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from icehouse_server.config import ModelConfig
 from bench.random_model import RandomModel, make_random_model
 
 _RANDOM = {"random": RandomModel.LARGE, **{which.value: which for which in RandomModel}}
-"""Names that `--model` takes before it looks for a folder; the first is the usual one."""
+"""Names that `--model` takes besides folders; the first is the usual one."""
 
 
 def model_path(model: str, scratch: Path) -> Path:
-    """Return the folder of the model to measure, made first where it is a random one."""
+    """Return the folder of the model to measure; a random model is made first."""
     if model in _RANDOM:
         return make_random_model(scratch, which=_RANDOM[model])
     with build_progress() as on_progress:

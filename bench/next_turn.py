@@ -1,7 +1,7 @@
 """`make bench CASE=nextturn`: a user's second question where the template rewrites what came before.
 
-An agent's loop with reasoning, its answer, and then a question: with what the server computes ahead while it
-rests and without, in turn, for the model's own template and for others (--templates: JSON, name to text).
+An agent's loop with reasoning, its answer, and then a question, in turn with a server that computes ahead
+while idle and with one that does not, for the model's template and others (--templates: JSON, name to text).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from bench.server_process import ServerProcess
 _WORDS = ("rain", "in", "the", "west", "comes", "over", "the", "hills", "and", "turns", "to", "snow", "there")
 _ANSWER = "It will rain in the valley, so take the lower road."
 _WAIT_S = 20.0
-"""So long a server that computes ahead may rest at most before the second question."""
+"""Longest idle time before the second question for a server that computes ahead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Second:
-    """What the second question took."""
+    """Measurement of the second question."""
 
     prompt_token_count: int
     computed_token_count: int
@@ -75,7 +75,7 @@ def _with_template(model: Path, text: str, scratch: Path) -> Path:
 
 
 def _compare(folder: Path, *, steps: int, rounds: int) -> dict[str, list[Second]]:
-    """Lead the same talk, in turn, with a server that computes ahead and with one that does not."""
+    """Hold the same conversation, in turn, with a server that computes ahead and with one that does not."""
     seconds: dict[str, list[Second]] = {"without": [], "ahead": []}
     with _server(folder, ()) as ahead, _server(folder, ("--prefetch-token-limit", "0")) as without:
         for number in range(rounds + 1):
@@ -95,7 +95,7 @@ def _server(folder: Path, flags: tuple[str, ...]) -> Iterator[Client]:
 
 
 def _talk(client: Client, *, steps: int, number: int, rests: bool) -> Second:
-    """Ask, let the server rest if it computes ahead, and ask again."""
+    """Ask, leave the server idle if it computes ahead, and ask again."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"Which road, on day {number}?"}]
     for step in range(steps):
         call = {"id": f"call{step:05}", "name": "look", "arguments_json": json.dumps({"place": step})}

@@ -19,7 +19,7 @@ from bench.report import OUT, Spread
 
 
 def plot_throughput(found: Mapping[FigureKey, Spread], results: Sequence[TargetResult]) -> Path:
-    """Draw tokens per second and worst first tokens by case and side, and the targets; return the file."""
+    """Draw tokens per second and worst TTFT by case and side, and the targets; return the file."""
     figure, (rate, ttft, ratio) = pyplot.subplots(1, 3, figsize=(19, 6), width_ratios=(1, 1, 1.3))
     _sides(rate, found, name=RATE, title="Output tokens per second, prompts included", scale="linear")
     _sides(ttft, found, name=WORST_TTFT, title="Worst time to first token, s", scale="log")
@@ -29,7 +29,7 @@ def plot_throughput(found: Mapping[FigureKey, Spread], results: Sequence[TargetR
 
 
 def _sides(axes: Any, found: Mapping[FigureKey, Spread], *, name: str, title: str, scale: str) -> None:
-    """Draw one figure of every case, the sides beside each other."""
+    """Draw one figure of every case, side by side."""
     axes.set_title(title)
     keys = [key for key in found if key.name == name]
     if not keys:
@@ -48,7 +48,7 @@ def _sides(axes: Any, found: Mapping[FigureKey, Spread], *, name: str, title: st
 
 
 def _targets(axes: Any, results: Sequence[TargetResult]) -> None:
-    """Draw each result over what it must be, so that 1 is the bound whatever the target."""
+    """Draw each result divided by its target, so that 1 is the bound for all."""
     axes.set_title("Measured / must; blue: goal / must")
     if not results:
         return
@@ -85,7 +85,7 @@ def _points(axes: Any, places: Sequence[float], spreads: Sequence[Spread], *, la
 
 
 def plot_cache(seconds: dict[str, Spread], costs: dict[str, Spread]) -> Path:
-    """Draw the TTFTs and what decode pays beside the cache's work; return the file."""
+    """Draw the TTFTs and the cost for decode of the cache's work; return the file."""
     figure, (ttft, decode) = pyplot.subplots(1, 2, figsize=(12, 4))
     _bars(ttft, seconds, title="Time to first token, s")
     _bars(decode, costs, title="Inter-token time, ratio")

@@ -1,4 +1,4 @@
-"""Prompts for the benches: plain English of a wanted length, all different from the first words on."""
+"""Prompts for the benches: plain English of a given length, all different from the first words on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 SHORT_PROMPT_TOKEN_COUNT = 24
-"""What benches of decoding cut `short_prompts` to."""
+"""Length to which decode benches cut `short_prompts`."""
 
 _SUBJECTS = (
     "captain",
@@ -56,13 +56,13 @@ _QUALITIES = ("old", "heavy", "quiet", "broken", "golden", "strange", "narrow", 
 
 
 def short_prompts(count: int, *, seed: int) -> list[str]:
-    """Return `count` openings of at least 20 tokens; they differ from their first characters on."""
+    """Return `count` openings of at least 20 tokens, which differ from their first characters on."""
     source = random.Random(seed)
     return [f"{number:04d} {_sentence(source)} {_sentence(source)} After that," for number in range(count)]
 
 
 class FreshPrompts:
-    """Prompts of wanted lengths that nobody has seen: tokens drawn from a seed, out of those of plain text.
+    """New prompts of given lengths: tokens drawn with a seed from those of plain text.
 
     Two of them share no beginning that a cache would keep.
     """
@@ -82,7 +82,7 @@ class FreshPrompts:
 
 
 class Tokenizing(Protocol):
-    """Whoever can say which tokens a text has."""
+    """Anything that can tokenize a text."""
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the tokens of `text`."""

@@ -31,9 +31,9 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 16384,
 }
 THIN_SHAPE: dict[str, Any] = {**SHAPE, "hidden_size": 256, "intermediate_size": 256}
-"""As much KV per token from 20 million weights: a step is short beside what a server adds to it."""
+"""As much KV per token from 20 million weights: a step is short compared with the server's overhead."""
 FLAT_SHAPE: dict[str, Any] = {**SHAPE, "hidden_size": 64, "intermediate_size": 64}
-"""As much KV again, for almost no work."""
+"""As much KV, for almost no computation."""
 MEDIUM_SHAPE: dict[str, Any] = {
     "hidden_size": 768,
     "num_hidden_layers": 12,
@@ -55,7 +55,7 @@ SMALL_SHAPE: dict[str, Any] = {
 }
 """A twentieth of the work, for benches of many requests."""
 WINDOWS_SHAPE: dict[str, Any] = {**SMALL_SHAPE, "sliding_window": 512, "sliding_window_pattern": 6}
-"""As small, but one layer of six has unlimited context: two x86 cores take 30,000 tokens in minutes."""
+"""As small, but one layer of six has unlimited context: two x86 cores prefill 30,000 tokens in minutes."""
 
 DEEP_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -66,13 +66,13 @@ DEEP_SHAPE: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 16384,
 }
-"""As many layers as a model of four billion weights has and little to compute: a pass is the host's work."""
+"""As many layers as a model of four billion weights, and little to compute: a pass is the host's work."""
 TINY_SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 65536}
-"""As small as those of the tests: nearly all that a request takes is the server's work."""
+"""As small as those of the tests: nearly all of a request's time is the server's work."""
 
 
 class RandomModel(enum.Enum):
-    """Which one is made."""
+    """The random models that can be made."""
 
     LARGE = "large"
     MEDIUM = "medium"
@@ -126,10 +126,9 @@ def main() -> None:
 
 
 def never_emit_partial_characters(folder: Path, *, head_name: str = "lm_head.weight") -> None:
-    """Give the tokens that are parts of characters, or no text at all, logit 0, and the others their random
-    ones.
+    """Give logit 0 to tokens that are parts of characters or have no text, and random logits to the others.
 
-    A server holds such tokens back until there is text, and they could not be timed.
+    A server holds such tokens back until there is text, so they could not be timed.
     """
     words = tokenizer()
     file = str(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What one caller saw of one request, and what a whole round of them says."""
+"""Replies as callers saw them, and the metrics of a round of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reply:
-    """Arrival of each token of one reply. Times are one process's monotonic clock, in seconds."""
+    """Arrival times of one reply's tokens, in seconds of one process's monotonic clock."""
 
     start_time_s: float
     token_times_s: tuple[float, ...]
@@ -60,12 +60,12 @@ def measure(replies: Sequence[Reply]) -> RoundMetrics:
 
 
 def gaps_inside(times_s: Sequence[float], *, start_s: float, stop_s: float) -> list[float]:
-    """Return the times between two tokens that begin and end in a stretch."""
+    """Return the times between two tokens that are wholly inside a stretch."""
     return [b - a for a, b in itertools.pairwise(times_s) if start_s <= a and b <= stop_s]
 
 
 def gaps_overlapping(times_s: Sequence[float], *, start_s: float, stop_s: float) -> list[float]:
-    """Return the times between two tokens, whole, that have a part in a stretch."""
+    """Return the times between two tokens that overlap a stretch, at full length."""
     return [b - a for a, b in itertools.pairwise(times_s) if b > start_s and a < stop_s]
 
 
@@ -81,7 +81,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def _steady_rate(replies: Sequence[Reply]) -> float | None:
-    """Tokens per second while every client decodes: after the last first token, until the first end."""
+    """Return tokens per second while every client decodes: from the last first token to the first end."""
     began = max(reply.token_times_s[0] for reply in replies)
     ended = min(reply.token_times_s[-1] for reply in replies)
     inside = sum(began < at <= ended for reply in replies for at in reply.token_times_s)

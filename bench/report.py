@@ -63,7 +63,7 @@ class Verdict:
 
 
 def spread_of(values: Iterable[float | None]) -> Spread:
-    """Return the spread of the numbers that are there."""
+    """Return the spread of the numbers that are not None."""
     found = [value for value in values if value is not None]
     return Spread(
         count=len(found),
@@ -76,7 +76,7 @@ def spread_of(values: Iterable[float | None]) -> Spread:
 
 
 def ratios(above: Sequence[float | None], below: Sequence[float | None]) -> Spread:
-    """Return the spread of the ratio taken within each round, so that slow minutes hit both sides."""
+    """Return the spread of the ratios within each round, so that slow minutes hit both sides."""
     pairs = zip(above, below, strict=True)
     return spread_of(a / b for a, b in pairs if a is not None and b is not None)
 
@@ -92,7 +92,7 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def show_verdicts(verdicts: Sequence[Verdict]) -> None:
-    """Print each target with what was measured."""
+    """Print each target with its measurement."""
     show_table(
         "Targets",
         ("what", "target", "median (min to max)", ""),
@@ -109,7 +109,7 @@ def show_verdicts(verdicts: Sequence[Verdict]) -> None:
 
 
 def setting() -> dict[str, Any]:
-    """Return what the numbers were measured on."""
+    """Return facts about the machine and software of the measurement."""
     return {
         "machine": platform.machine(),
         "system": platform.system(),

@@ -1,4 +1,4 @@
-"""The real server as a child process on a free loopback port, for as long as a `with` block lasts."""
+"""The real server as a child process on a free loopback port, for the length of a `with` block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse_server.bootstrap.imports.openblas import find_openblas, runs_on_cpu
 
 ROOT = Path(__file__).resolve().parent.parent
-"""The project's folder: children run here, so that they import what the parent imports."""
+"""The project's folder: children run here, so that they import the same modules as the parent."""
 
 _CONNECT_POLL_S = 0.005
 
@@ -103,7 +103,7 @@ class ServerProcess:
         self.stop()
 
     def stop(self) -> None:
-        """End the child in order and wait for it; nothing when it has ended."""
+        """End the child cleanly and wait for it; does nothing if it has ended."""
         assert self._process is not None, "the server was never started"
         self._process.send_signal(signal.SIGTERM)
         try:
@@ -124,8 +124,8 @@ class ServerProcess:
 def wait_until_serving(
     process: subprocess.Popen[bytes], port: int, *, deadline: float, log_file: Path
 ) -> None:
-    """Wait until the health service says SERVING; raise RuntimeError when the server ends or is late."""
-    # A channel would wait a second after its first failure, and its threads take from the server's cores.
+    """Wait until the health service says SERVING; raise RuntimeError if the server ends or is late."""
+    # A channel would wait a second after its first failure, and its threads would use the server's cores.
     while not _is_bound(port):
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with {process.returncode}; see {log_file}")
@@ -166,7 +166,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's environment, so set that children import the project from here."""
+    """Return this process's environment, set so that children import the project from here."""
     paths = [str(ROOT), str(ROOT / "service"), str(ROOT / "gen" / "python"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), **(extra or {})}
 

@@ -36,7 +36,7 @@ from bench.server_process import ServerProcess
 from tests.fixtures.storage.s3_server import S3Server
 
 PROMPT_TOKEN_COUNT = 1040
-"""Four full blocks and a short question: only full blocks are shared."""
+"""Four full blocks and a short question; only full blocks are shared."""
 _BLOCK_TOKEN_COUNT = 256
 _STORE_LIMIT_S = 60.0
 _POLL_S = 0.05
@@ -45,10 +45,10 @@ _COLD_SEED = 1000
 
 @dataclasses.dataclass(slots=True)
 class Round:
-    """What one prompt took, in seconds, and what the second server reused of it."""
+    """Times of one prompt, in seconds, and how much of it the second server reused."""
 
     cold_s: float = 0.0
-    """On the second server, of a prompt that nobody has."""
+    """On the second server, for a prompt that nobody has."""
     shared_s: float = 0.0
     ram_s: float = 0.0
     prompt_tokens: int = 0
@@ -75,7 +75,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _store(scratch: Path, *, has_folder: bool) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield a store's URL and the environment of those who use it."""
+    """Yield a store's URL and the environment that its users need."""
     if has_folder:
         folder = scratch / "store"
         folder.mkdir()
@@ -101,7 +101,7 @@ async def _measure(scratch: Path, model_path: Path, round_count: int, *, has_fol
             for name in ("first", "second")
         )
         async with connected(first.address) as one, connected(second.address) as two:
-            # One round more than is kept: the first one warms both servers up.
+            # The first round only warms up both servers.
             for seed in range(round_count + 1):
                 rounds.append(await _round(one, two, seed))
                 console.print(f"prompt {seed} of {round_count}")
@@ -130,7 +130,7 @@ async def _ask(client: Client, text: str) -> tuple[Reply, int, int]:
 
 
 async def _until_stored(client: Client, block_count: int) -> None:
-    """Wait until so many blocks are in the store: they go there behind everything else."""
+    """Wait until so many blocks are in the store: writing them has the lowest priority."""
     async with asyncio.timeout(_STORE_LIMIT_S):
         while (await client.stats()).cache.shared.stored_block_total < block_count:
             await asyncio.sleep(_POLL_S)

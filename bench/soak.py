@@ -47,7 +47,7 @@ _DESCRIPTOR_GROWTH_LIMIT = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """The server process at one moment of the run."""
+    """Measurements of the server process at one moment of the run."""
 
     elapsed_s: float
     rss_bytes: int
@@ -76,7 +76,7 @@ class Trend:
 
 
 def trend_of(samples: Sequence[Sample]) -> Trend:
-    """Compare minima of memory and maxima of open files; needs at least eight samples."""
+    """Compare the minima of memory and the maxima of open files; needs at least eight samples."""
     assert len(samples) >= 8, f"{len(samples)} samples are too few"
     quarter = len(samples) // 4
     early, late = samples[-2 * quarter : -quarter], samples[-quarter:]
@@ -134,7 +134,7 @@ async def _peak(client: Client, source: random.Random) -> None:
 
 
 async def _call(client: Client, source: random.Random) -> None:
-    """Stream one reply to its end, or leave in the middle."""
+    """Stream one reply to its end, or cancel it in the middle."""
     shared = random.Random(source.randrange(_SHARED_PREFIXES))
     tokens = [shared.randrange(10, 250) for _ in range(16 * shared.randrange(1, _SHARED_TOKEN_LIMIT // 16))]
     tokens += [source.randrange(10, 250) for _ in range(source.randrange(1, _OWN_TOKEN_LIMIT))]
@@ -163,7 +163,7 @@ def sample_of(process_id: int, elapsed_s: float, finished_count: int) -> Sample:
 
 
 def main() -> None:
-    """Soak a server, print how it went, write bench/out/soak.json; exit 1 when something grew."""
+    """Soak a server, print the result, write bench/out/soak.json; exit 1 if something grew."""
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--streams", type=int, default=256)

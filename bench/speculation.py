@@ -42,14 +42,14 @@ TEXTS = {
 
 @dataclasses.dataclass(slots=True)
 class Rates:
-    """Decode tokens per second of each side, round by round, and what became of the guesses."""
+    """Decode tokens per second of each side, round by round, and how many guesses were right."""
 
     plain: list[float | None] = dataclasses.field(default_factory=list)
     speculating: list[float | None] = dataclasses.field(default_factory=list)
     draft_tokens: int = 0
     accepted_tokens: int = 0
     output_tokens: int = 0
-    """Of the side that speculates."""
+    """Output of the side that speculates."""
 
     def ratio(self) -> Spread:
         """Return speculating / plain over the rounds."""
@@ -125,7 +125,7 @@ async def _rounds(clients: Sequence[Client], arguments: argparse.Namespace) -> d
 async def _side(
     clients: Sequence[Client], arguments: argparse.Namespace, kind: str, rates: Rates, side: str
 ) -> list[tuple[int, ...]]:
-    """Run one side once, note its rate, and return what each client was told."""
+    """Run one side once, note its rate, and return each client's tokens."""
     requests = [
         _request(kind, index, arguments, speculates=side == "speculating") for index in range(len(clients))
     ]

@@ -38,7 +38,7 @@ from bench.server_process import child_environment, free_port, wait_until_servin
 from tests.fixtures.models.folder import tiny_model_dir
 
 TARGET = 0.6
-"""Of the baseline's time, at most."""
+"""Largest share of the baseline's time."""
 _BOOT_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 60.0
 _OWN, _BASELINE = "this tree", "baseline"
@@ -87,13 +87,13 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="icehouse-bench-") as scratch:
         model = tiny_model_dir(Path(scratch), architecture) if named is None else Path(named).absolute()
         for round_index in range(round_count + 1):
-            # Whoever comes second finds the machine as the first left it; so they take turns.
+            # The second side finds the machine in the state that the first left, so the order alternates.
             for side in sorted(sides, reverse=bool(round_index % 2)):
                 blocks = Path(scratch) / f"blocks-{round_index}-{side.split()[0]}"
                 port = free_port()
                 command = [*sides[side], "serve", "--port", str(port), "--model", str(model)]
                 command += ["--cache-directory", str(blocks), *flags]
-                # Children run in a folder of their own, so that neither side imports the other's tree.
+                # Children run in a separate folder, so that neither side imports the other's tree.
                 environment = child_environment() if side == _OWN else os.environ
                 boot = _boot(command, port=port, folder=Path(scratch), environment=environment)
                 if round_index:
@@ -102,7 +102,7 @@ def _measure(
 
 
 def _boot(command: Sequence[str], *, port: int, folder: Path, environment: Mapping[str, str]) -> Boot:
-    """Start a server, stop it once it serves, and return what that took."""
+    """Start a server, stop it once it serves, and return the times."""
     used_s = _cpu_of_children_s()
     with (OUT / "startup.log").open("ab") as log:
         began = time.monotonic()

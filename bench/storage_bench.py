@@ -2,8 +2,8 @@
 
     python -m bench.storage_bench [--directory DIR] [--cases NAME ...] [--rounds N] [--blocks N]
 
-Both sides of a ratio run in turns in one process on the same bytes and the same directory,
-so that what the machine does meanwhile hits both. Medians with the quartiles beside them.
+Both sides of a ratio run in turn in one process on the same bytes and in the same directory,
+so that other work of the machine hits both. Results are medians with quartiles.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def elapsed(action: Callable[[], object]) -> float:
 
 
 def raw_write(directory: Path, chain: list[HostBlock]) -> None:
-    """Write and fsync each block's bytes as one file, nothing else."""
+    """Only write and fsync each block's bytes as one file."""
     for index, block in enumerate(chain):
         descriptor = os.open(directory / f"raw{index}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         views = [tensor.data for region in block.regions for tensor in region.tensors]
@@ -81,8 +81,8 @@ def in_turns(number: int, ours: Callable[[], object], raw: Callable[[], object])
 def one_round(directory: Path, chain: list[HostBlock], number: int) -> tuple[float, float, float, float]:
     """Return the seconds of a spill, a raw write, a restore and a raw read of one chain.
 
-    Reads are far quicker than writes and are repeated; the quickest of each side counts, for
-    the first ones touch memory that the machine has to find.
+    Reads are far faster than writes and are repeated; the fastest of each side counts, since
+    the first ones touch memory that the system has yet to map.
     """
     size_bytes = chain[0].size_bytes
     with Tier(directory / "tier") as tier:
@@ -146,9 +146,9 @@ def bench_encryption(root: Path, *, rounds: int) -> None:
 
 
 def forget_files(directory: Path) -> None:
-    """Have the system drop what it holds of these files in memory, so that they are read from the disk.
+    """Have the system drop these files from its page cache, so that they are read from the disk.
 
-    Does nothing where there is no such call: then the reads are those of memory.
+    Does nothing on systems without such a call: reads then come from memory.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -196,7 +196,7 @@ def bench_codec(root: Path, *, rounds: int) -> None:
 
 
 class PacedFiles(Files):
-    """The system's files, read no faster than a slower disk would be: all readers wait in one row for it."""
+    """The system's files, read at the pace of a slower disk, which serves all readers one after another."""
 
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class PacedFiles(Files):
         self._free_time = 0.0
 
     def read_into(self, descriptor: int, parts: Sequence[memoryview], *, offset: int) -> int:
-        """Read, and return when such a disk would have."""
+        """Read, and return when a disk of that pace would."""
         began = time.perf_counter()
         got = super().read_into(descriptor, parts, offset=offset)
         with self._lock:
@@ -233,7 +233,7 @@ def time_choice(directory: Path, codec: Codec, files: Files, seed: int) -> tuple
 
 
 def bench_auto(root: Path, *, rounds: int, paced_bytes_per_s: float) -> None:
-    """Print what `auto` chooses, saves and costs against raw blocks: on this disk, and on one made slow."""
+    """Print what `auto` chooses, saves and costs against raw blocks, on this disk and on a slowed one."""
     for disk, rate in (
         ("this disk", 0.0),
         (f"reads paced at {paced_bytes_per_s / 1e6:.0f} MB/s", paced_bytes_per_s),
@@ -283,7 +283,7 @@ def bench_start(root: Path, *, file_count: int, rounds: int) -> None:
 
 
 class HastyFiles(Files):
-    """The system's files without waiting for the medium: only to fill a directory quickly."""
+    """The system's files without syncs, only to fill a directory quickly."""
 
     def fsync(self, descriptor: int) -> None:
         """Do not wait."""

@@ -67,8 +67,8 @@ def make_chain(
 ) -> list[HostBlock]:
     """Return blocks of one sequence with bf16 keys and values of this shape, named as with `cipher`.
 
-    They are random bytes, which nothing makes smaller, or with `has_values` normally distributed numbers,
-    whose byte planes take about what those of real KV do.
+    They are random bytes, which cannot be compressed, or with `has_values` normally distributed numbers,
+    whose byte planes compress about as well as those of real KV.
     """
     secret = cipher.name_secret if cipher else b""
     dimensions = (1, shape.head_count, TOKEN_COUNT, shape.width)
@@ -148,7 +148,7 @@ def tier_write(tier: Tier, chain: list[HostBlock]) -> None:
 
 
 def tier_read(tier: Tier, chain: list[HostBlock]) -> None:
-    """Load a chain into memory that the readers make."""
+    """Load a chain into memory that the readers allocate."""
     planned = tuple(PlannedBlock(block.header, frozenset({RegionKind.KV})) for block in chain)
     ticket = tier.storage.get_into(planned, None)
     assert ticket is not None and tier.outcomes.get() is ticket

@@ -1,12 +1,12 @@
 """`make bench CASE=structured`: decode throughput with a response format against without, as ratios.
 
 One server stays loaded. In each round the same clients ask for free text, for JSON of a schema, and half
-of them for each; the order turns from round to round, and a first round is thrown away. Every reply has
-the same number of tokens: end tokens are ignored and the schema wants more than fits. The prefix cache is
-off. Only the stretch in which every client decodes is counted.
+of them for each; the order rotates from round to round, and a first round is discarded. Every reply has the
+same number of tokens: end tokens are ignored and the schema wants more than fits. The prefix cache is off.
+Only the stretch in which every client decodes counts.
 
-The default is Gemma 3 270M, because its vocabulary of 262,144 tokens is as large as they come: what a
-mask costs grows with the vocabulary. `--model random` has 320 tokens and short steps.
+The default is Gemma 3 270M, because its vocabulary of 262,144 tokens is as large as any, and the cost of a
+mask grows with the vocabulary. `--model random` has 320 tokens and short steps.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`make bench CASE=telemetry`: the same load with everything that watches on and off, as ratios of one run.
+"""`make bench CASE=telemetry`: the same load with all telemetry on and off, as ratios of one run.
 
 Two servers stay loaded, one without access log, metrics, traces and load reports, one with all of them:
 each call's spans go to a collector in this process, and its endpoint is scraped once in every round. Only
-one of them works at a time. In each round every client sends short requests one after another, so that
-what is done per call shows; the side that begins turns from round to round, and a first round is thrown
-away. The prefix cache is on, and after the first round every prompt is found in it.
+one of them works at a time. In each round every client sends short requests one after another, so that the
+work per call shows; the sides take turns to begin, and a first round is discarded. The prefix cache is on,
+and after the first round it has every prompt.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Round:
-    """What one side did in one round."""
+    """Measurements of one side in one round."""
 
     tokens_per_s: float
     ttft_p50_s: float
@@ -73,7 +73,7 @@ class Collector:
         self.byte_count = 0
 
     def export(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """Count what came; an empty answer is a complete one."""
+        """Count the spans; an empty answer accepts all of them."""
         self.byte_count += len(request)
         return b""
 
@@ -105,7 +105,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[tuple[Collector, str]]:
-    """Give a collector and its endpoint."""
+    """Yield a collector and its endpoint."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(1))
     method: Any = grpc.unary_unary_rpc_method_handler(collector.export)

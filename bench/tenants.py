@@ -1,8 +1,8 @@
 """`make bench CASE=tenants`: can one tenant tell from the time whether another one's prompt is cached?
 
-In each round one tenant asks a new prompt twice, cold and from RAM. Then another tenant asks the same
-prompt, and one that nobody has asked before, in an order drawn by lot. The first pair shows that there is
-something to tell; the second pair's ratio must be one, and which of the two was faster must be a coin toss.
+In each round one tenant sends a new prompt twice, cold and from RAM. Then another tenant sends the same
+prompt, and one that nobody has sent before, in random order. The first pair shows that a hit is faster; the
+second pair's ratio must be one, and which of the two is faster must be a coin toss.
 The model has random weights and 128 KiB of KV per token (bench.random_model).
 """
 

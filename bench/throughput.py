@@ -1,4 +1,4 @@
-"""`make bench`: what a caller waits for, server over gRPC against mlx-lm's BatchGenerator in process.
+"""`make bench`: what a caller waits for, server over gRPC against in-process BatchGenerator of mlx-lm.
 
 Wall clock from the first request to the last token, prompts included, and times to first token, in rounds
 of one run: each measures every case, and the side that goes first takes turns. Ratios are taken within a
@@ -45,7 +45,7 @@ _DIGITS = {Unit.TOKENS_PER_S: 1, Unit.TOKENS: 0}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure, and how often."""
+    """The cases to measure, and how often."""
 
     cases: tuple[str, ...]
     sides: tuple[Side, ...]
@@ -56,7 +56,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Findings:
-    """What the rounds came to."""
+    """The results of the rounds."""
 
     rounds: list[list[Figure]] = dataclasses.field(default_factory=list)
 
@@ -84,7 +84,7 @@ def main() -> None:
     try:
         asyncio.run(_measure(arguments, plan, found))
     finally:
-        # A run that breaks off has measured something too.
+        # An aborted run has results too.
         if found.rounds:
             _report(found, plan, model=arguments.model, duration_s=time.monotonic() - began)
 
@@ -137,7 +137,7 @@ async def _measure(arguments: argparse.Namespace, plan: Plan, found: Findings) -
 
 
 def fits_another_round(elapsed_s: float, done_count: int, *, limit_s: float) -> bool:
-    """Whether one more round as long as those before it ends in time; the first one always runs."""
+    """Whether another round as long as the earlier ones would end in time; the first one always runs."""
     return done_count == 0 or elapsed_s * (done_count + 1) / done_count <= limit_s
 
 
@@ -160,7 +160,7 @@ async def _measure_case(testbed: Testbed, case: str, plan: Plan, round_index: in
 
 
 def _tell(figures: Sequence[Figure], case: str) -> None:
-    """Print what a case's round says of its targets while the run goes on."""
+    """Print a round's results for a case's targets during the run."""
     results = judge(figures)
     for result in results:
         console.print(f"  {result.line}")

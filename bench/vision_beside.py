@@ -1,7 +1,7 @@
-"""Decode beside pictures: what new pictures, one after another, do to the gaps between others' tokens.
+"""Decode beside pictures: the effect of new pictures, one after another, on the gaps between others' tokens.
 
 One stream, and four, decode with the cache off. Each round times their gaps alone, beside the pictures, and
-alone again, so that what their growing contexts cost falls on both sides.
+alone again, so that the cost of their growing contexts falls on both sides.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from bench.vision_ttft import picture_request
 
 STREAM_COUNTS = (1, 4)
 GAP_LIMIT = 2.2
-"""Of p99 between two tokens beside pictures, to p50 of decode alone: that of decode beside a prefill."""
+"""Limit of p99 between tokens beside pictures over p50 of decode alone: as for decode beside a prefill."""
 _STREAM_TOKEN_COUNT = 40
 _STREAM_OUTPUT_LIMIT = 3000
-"""Of streams that decode until they are cancelled: more than they come to."""
+"""Output limit of the streams, which are cancelled before they reach it."""
 _FIRST_STEPS = 16
 _QUESTION = "What is it?"
 _FIRST_SEED = 10_000
-"""Of pictures that the other part of the bench does not show."""
+"""First seed of the pictures, so that they differ from those of the bench's other part."""
 _POLL_S = 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BesideSizes:
-    """How much of each kind a round has."""
+    """Sizes of a round."""
 
     picture_count: int = 6
     alone_step_count: int = 128
-    """Of each of the two stretches alone; both have a hundred gaps and more for each stream."""
+    """Steps of each of the two stretches alone; both have over a hundred gaps for each stream."""
 
 
 FULL = BesideSizes()
@@ -68,7 +68,7 @@ class Gaps:
 async def measure_beside(
     model_path: Path, scratch: Path, log_file: Path, round_count: int, sizes: BesideSizes = FULL
 ) -> list[Gaps]:
-    """Return one entry for each round and number of streams, behind a round that warms up."""
+    """Return one entry for each round and number of streams, after a round that warms up."""
     server = ServerProcess(model=str(model_path), cache_directory=scratch / "beside", log_file=log_file)
     found: list[Gaps] = []
     pictures = (picture(seed) for seed in itertools.count(_FIRST_SEED))
@@ -78,7 +78,7 @@ async def measure_beside(
             prompts = FreshPrompts([i for text in texts for i in await clients[0].tokenize(text)], seed=1)
             await _round(clients[:2], prompts, pictures, QUICK)
             for number in range(round_count):
-                # Who comes first changes, so that a machine that grows slower hits both alike.
+                # The order alternates, so that a machine that becomes slower hits both alike.
                 for count in STREAM_COUNTS if number % 2 == 0 else reversed(STREAM_COUNTS):
                     found.append(await _round(clients[: count + 1], prompts, pictures, sizes))
                 console.print(f"decode beside pictures, round {number + 1} of {round_count}")
@@ -107,14 +107,14 @@ async def _round(
 
 @asynccontextmanager
 async def _stretch(heard: Sequence[Sequence[float]]) -> AsyncIterator[list[float]]:
-    """Give a list that holds begin and end of the block, each the moment of a stream's latest token."""
+    """Yield a list that will have the begin and the end of the block, as times of the latest token."""
     ends = [max(times[-1] for times in heard)]
     yield ends
     ends.append(max(times[-1] for times in heard))
 
 
 async def _steps(heard: Sequence[Sequence[float]], count: int) -> None:
-    """Wait until every stream has so many tokens more."""
+    """Wait until every stream has so many more tokens."""
     wanted = [len(times) + count for times in heard]
     async with asyncio.timeout(REPLY_TIMEOUT_S):
         while any(len(times) < least for times, least in zip(heard, wanted, strict=True)):
@@ -138,8 +138,8 @@ def gaps_of(
     alone: Sequence[Sequence[float]],
     picture_alone_s: float,
 ) -> Gaps:
-    """Return what the streams' token times say of stretches alone, and of the pictures' time: each from
-    when it was sent to its first token."""
+    """Return the streams' gaps in the stretches alone and beside the pictures; a picture's time is from its
+    request to its first token."""
     without = [
         gap
         for start, stop in alone
@@ -176,12 +176,12 @@ def gap_ratios(rounds: Sequence[Gaps]) -> dict[str, Spread]:
 
 
 def gap_name(stream_count: int) -> str:
-    """Return what the ratio that the target is about is called."""
+    """Return the name of the ratio that has a target."""
     return f"{stream_count} stream{'s' if stream_count > 1 else ''}: p99 beside pictures / p50 alone"
 
 
 def gap_seconds(rounds: Sequence[Gaps]) -> dict[str, Spread]:
-    """Return the times themselves, for orientation."""
+    """Return the times, for orientation."""
     names = ("alone_p50_s", "alone_p99_s", "beside_p50_s", "beside_p99_s", "picture_s", "picture_alone_s")
     return {
         f"{count}: {name.removesuffix('_s').replace('_', ' ')}": spread_of(

@@ -1,7 +1,6 @@
 """Random Qwen2.5-VL of the vision bench, and its pictures: 256 tokens each, all different.
 
-Made in a process of its own (`python -m bench.vision_model FOLDER`), so that the bench itself computes
-nothing.
+Made in another process (`python -m bench.vision_model FOLDER`), so that the bench itself computes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def make_vision_model(parent: Path) -> Path:
 
 
 def picture(seed: int) -> bytes:
-    """Return a PNG of its own: a few large squares of colour."""
+    """Return a PNG that is unique to the seed: a few large squares of colour."""
     import numpy as np
     from PIL import Image
 

@@ -1,8 +1,7 @@
 """TTFT of a conversation about one picture: cold, again from RAM, its next turn, and again after a restart.
 
-Each round has a picture and a question of its own. Icehouse and its peers are loaded and compute in turn;
-then all are stopped and started again, and every picture is asked about once more. Block files may still be
-in the page cache.
+Each round has its own picture and question. Icehouse and its peers are loaded and compute in turn; then all
+are restarted, and every picture is asked about once more. Block files may still be in the page cache.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NEXT_QUESTION = "And what is behind it, on the left of the harbour?"
 
 @dataclasses.dataclass(slots=True)
 class Times:
-    """What one side needed for one conversation, in seconds; `*_tokens` is what it said it reused."""
+    """One side's times for one conversation, in seconds; `*_tokens` are the reused tokens that it reports."""
 
     cold_s: float = 0.0
     again_s: float = 0.0
@@ -47,20 +46,20 @@ class Times:
 
 @dataclasses.dataclass(slots=True)
 class Talk:
-    """One conversation, and what each side needed for it."""
+    """One conversation, and each side's times for it."""
 
     question: str
     picture: bytes
     prompt_tokens: int = 0
     image_tokens: int = 0
     replies: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-    """Icehouse's, whose three must be equal."""
+    """Icehouse's replies; all three must be equal."""
     times: dict[str, Times] = dataclasses.field(default_factory=dict)
     """By side."""
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """What has been said after the next question."""
+        """The conversation up to its second question."""
         return (self.question, _ANSWER, _NEXT_QUESTION)
 
     @property
@@ -70,7 +69,7 @@ class Talk:
 
 
 class Peer(Protocol):
-    """Another server, or what stands for it; runs while its block lasts, and may be entered again."""
+    """Another server, or its replacement; runs for the length of its block, and may be entered again."""
 
     name: str
 
@@ -83,13 +82,13 @@ class Peer(Protocol):
         ...
 
     def ask(self, picture: bytes, turns: Sequence[str], *, max_output_tokens: int) -> PeerReply:
-        """Return what came of turns of user and assistant, with a picture before the first."""
+        """Return the reply to turns of user and assistant, with a picture before the first."""
         ...
 
 
 def peers_of(model_path: Path, scratch: Path, log_file: Path) -> list[Peer]:
-    """Return mlx-vlm's server as it comes and with its prefix cache on; where what it needs is not here, its
-    generation in a process, which keeps nothing."""
+    """Return mlx-vlm's server at its defaults and with its prefix cache on; if packages for it are missing,
+    mlx-vlm's generation in a process, which caches nothing."""
     missing = missing_modules()
     if missing:
         console.print(
@@ -104,7 +103,7 @@ def peers_of(model_path: Path, scratch: Path, log_file: Path) -> list[Peer]:
 
 
 async def measure_talks(model_path: Path, scratch: Path, log_file: Path, round_count: int) -> list[Talk]:
-    """Return one entry a round; the one that warms all sides up is not among them."""
+    """Return one entry a round, without the one that warms up all sides."""
     server = ServerProcess(model=str(model_path), cache_directory=scratch / "blocks", log_file=log_file)
     peers = peers_of(model_path, scratch, log_file)
     talks: list[Talk] = []

@@ -1,5 +1,5 @@
-"""Archives of prompts that leave one life of the house and come into another, as the service makes and reads
-them: to the tenant they came from or another, in a life of the same model or not, whole or altered."""
+"""Archives that one life of the server exports and another imports, with the service's own code: for the same
+tenant or another, in a life of the same model or not, whole or altered."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.system.sim.setup import ADAPTER_DIGESTS, fingerprint
 _STEP_LIMIT = 20_000
 _KEPT_COUNT = 4
 _TENSOR_BYTES = 24
-"""Less than the tensors of any block file have; they are its last bytes."""
+"""Fewer bytes than the tensors of any block file have; tensors are at its end."""
 T = TypeVar("T")
 
 
@@ -36,15 +36,15 @@ T = TypeVar("T")
 class _Archive:
     data: bytes
     file_ends: tuple[int, ...]
-    """Behind each block's file."""
+    """Positions after each block's file."""
     model: int
     scope: CacheScope
     prompt: TokenKeys
-    """Of which all blocks are, in this scope."""
+    """All blocks are of this prompt, in this scope."""
 
 
 class ArchiveCarrier:
-    """Carries archives from one life of the house to the next. `step` lets the house go on meanwhile."""
+    """Carries archives from one life of the server to the next. `step` runs the server meanwhile."""
 
     def __init__(
         self, ledger: Ledger, dice: random.Random, say: Callable[[str], None], step: Callable[[], None]
@@ -53,7 +53,7 @@ class ArchiveCarrier:
         self._archives: list[_Archive] = []
 
     def export(self, served: SimServer, prompt: TokenKeys, scope: CacheScope) -> None:
-        """Have a prompt exported, if something of it is known."""
+        """Export a prompt, if any of its blocks is known."""
         sink, transfer = _Sink(), _Transfer(prompts=_Prompts(), timeout_s=1.0)
         try:
             _run(transfer.export(prompt, scope, seat=self._seat(served), context=sink, timer=sink))
@@ -66,7 +66,7 @@ class ArchiveCarrier:
         self._ledger.seen["exported blocks"] += sink.result.block_count
 
     def adopt(self, served: SimServer, tenant: Tenant) -> None:
-        """Have an archive adopted as this tenant's; that of another model is refused."""
+        """Import an archive for this tenant; one of another model must be refused."""
         if not self._archives:
             return
         archive = self._dice.choice(self._archives)
@@ -92,13 +92,13 @@ class ArchiveCarrier:
         self._ledger.seen["adopted blocks"] += answer.adopted_block_count
 
     def _check_scope(self, served: SimServer, prompt: TokenKeys, scope: CacheScope) -> None:
-        """A tenant has no block that it neither computed nor imported."""
+        """Assert that a tenant has no block that it neither computed nor imported."""
         chain = served.cache.known_chain(prompt, scope)
         held = prompt[: chain[-1].end_token_index if chain else 0]
         assert self._ledger.knows(scope, served.life.model, held) or not held, f"{scope} was given {held}"
 
     def _altered(self, archive: _Archive) -> bytes:
-        """Return an archive with a bit of it turned over, or cut off."""
+        """Return an archive's bytes with one bit flipped, or cut off."""
         data = bytearray(archive.data)
         if self._dice.random() < 0.2:
             return bytes(data[: self._dice.randrange(len(data))])
@@ -114,7 +114,7 @@ class ArchiveCarrier:
 
 
 class _Transfer(CacheTransfer):
-    """Without an event loop: nothing here waits for a time."""
+    """Works without an event loop: nothing here waits for time to pass."""
 
     async def patiently(self, commands: Any, command: Any, answer_type: Any, **_: Any) -> Any:
         return await commands.ask(command, answer_type)
@@ -124,7 +124,7 @@ class _Transfer(CacheTransfer):
 
 
 class _Commands:
-    """Stands for `EngineCache`: the house goes on until it has answered."""
+    """Stands for `EngineCache`: steps the server until it has answered."""
 
     def __init__(self, served: SimServer, step: Callable[[], None]) -> None:
         self._served, self._step = served, step
@@ -145,14 +145,14 @@ class _Commands:
 
 
 class _Prompts:
-    """Stands for `PromptReader`, on the thread that asks."""
+    """Stands for `PromptReader`, on the caller's thread."""
 
     async def run(self, work: Callable[[], T]) -> T:
         return work()
 
 
 class _Sink:
-    """A caller's stream, and the timer of it."""
+    """A caller's stream and its timer."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -183,7 +183,7 @@ def _served(served: SimServer) -> ServedModel:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Return what comes of work that waits for nobody."""
+    """Return the result of a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration as end:

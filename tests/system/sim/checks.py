@@ -1,4 +1,4 @@
-"""What holds between any two steps, and what holds when the house is at rest."""
+"""Checks of what holds after every step, and of what holds when the server is at rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.system.sim.server import SimServer
 
 
 def check_ram(served: SimServer) -> None:
-    """The tree is what its nodes say, and RAM within its budget plus what waits to be written."""
+    """Assert that the tree agrees with its nodes, and that RAM less leaving blocks is within its budget."""
     tree, limit_bytes = served.cache.tree, served.cache.ram.limit_bytes
     check_tree(tree)
     assert all(node.ram_bytes for node in tree.in_ram()), "a node without bytes is in the RAM tier"
@@ -23,7 +23,7 @@ def check_ram(served: SimServer) -> None:
 
 
 def check_quotas(served: SimServer) -> None:
-    """No tenant is over its quota, but for what is on its way out of RAM."""
+    """Assert that no tenant is over its quota, blocks that are leaving RAM aside."""
     limits, cache = served.setup.quotas, served.cache
     if limits.ram_bytes:
         for kin in {cache.quotas.kin_of(owner) for owner in cache.tree.ram.used_by}:
@@ -31,22 +31,22 @@ def check_quotas(served: SimServer) -> None:
             leaving = (e.ram_bytes for e in cache.tree.in_ram() if e.owner in kin and e.is_spilling)
             assert used_bytes <= limits.ram_bytes + sum(leaving), (kin, used_bytes, limits)
     if limits.ssd_bytes and cache.facts.has_kv and not served.setup.has_shared_prefixes:
-        # Without kv, or behind blocks of another tenant, a chain has gaps on SSD, and after a restart its
-        # owner shows only when it is used.
+        # Without kv, or after another tenant's blocks, a chain has gaps on SSD; after a restart its owner is
+        # then unknown until it is used.
         for kin in {cache.quotas.kin_of(owner) for owner in cache.tree.ssd.used_by}:
             stored_bytes = sum(cache.tree.ssd.used_by[root] for root in kin)
             assert None in kin or stored_bytes <= limits.ssd_bytes, (kin, stored_bytes, limits)
 
 
 def check_disk(served: SimServer) -> None:
-    """All files together are within the limit."""
+    """Assert that all files together are within the limit."""
     used_bytes = served.disk.used_bytes()
     limit_bytes = served.setup.disk_limit_bytes
     assert used_bytes <= limit_bytes, f"{used_bytes} bytes on disk, limit {limit_bytes}"
 
 
 def check_rest(served: SimServer) -> None:
-    """Nothing is under way, so nothing may be held for it, and all accounts agree."""
+    """Assert that at rest nothing is held for work under way, and that all accounts agree."""
     assert served.runner.is_empty, vars(served.runner)
     assert not served.controller._restores and not served.cache.waits._waiting, "restores were left behind"
     assert not served.spilling(), "blocks wait to be written for ever"
@@ -56,7 +56,7 @@ def check_rest(served: SimServer) -> None:
 
 
 def check_agreement(served: SimServer) -> None:
-    """The engine's index and the SSD tier know the same blocks with the same regions."""
+    """Assert that the engine's index and the SSD tier know the same blocks with the same regions."""
     if served.storage is None or served.is_storage_dead or not served.store.is_open:
         return
     mine = {
@@ -77,7 +77,7 @@ def check_agreement(served: SimServer) -> None:
 
 
 def check_pins_agree(served: SimServer) -> None:
-    """A block on SSD is pinned there exactly when the engine has it pinned."""
+    """Assert that a block on SSD is pinned there exactly if it is pinned in the engine."""
     if served.storage is None or served.is_storage_dead or not served.store.is_open:
         return
     now_time = served.clock.wall()
@@ -91,7 +91,7 @@ def check_pins_agree(served: SimServer) -> None:
 def check_counters(
     served: SimServer, engine: EngineStats, cache: CacheStats, storage: CacheStats | None
 ) -> None:
-    """Every total is the sum of its parts; call it at rest."""
+    """Assert that every total is the sum of its parts; call it at rest."""
     ended = engine.finished_total + engine.cancelled_total + engine.failed_total
     assert engine.accepted_total == ended, engine
     assert (engine.waiting_count, engine.loading_count, engine.prefilling_count, engine.decoding_count) == (

@@ -1,4 +1,4 @@
-"""Time that passes a little with every look at it, so that rates and budgets mean something."""
+"""A clock that moves on a little with every reading, so that rates and budgets mean something."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives orders and questions to the house and checks that each is answered once and truly."""
+"""Sends commands to the server and checks that each is answered once and truthfully."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from tests.system.sim.server import SimServer
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Doom:
-    """What one order to evict will remove: these blocks, as they were spilled up to that number."""
+    """The blocks that one eviction will remove, as far as they were spilled up to that number."""
 
     blocks: set[BlockHash] = dataclasses.field(default_factory=set)
     spill_number: int = 0
 
 
 class CommandIssuer:
-    """Works for one house after the other. `open_count` orders still wait for their answer."""
+    """Works for all lives of the server. `open_count` commands still wait for their answer."""
 
     def __init__(self, ledger: Ledger, say: Callable[[str], None]) -> None:
         self.open_count = 0
         self._change_count = 0
-        """Orders so far that change what is there or what is pinned."""
+        """Commands so far that change which blocks exist or are pinned."""
         self._ledger = ledger
         self._say = say
 
     def begin_life(self) -> None:
-        """Nobody answers what a process that is gone was asked."""
+        """Forget open commands: nobody answers those of a process that is gone."""
         self.open_count = 0
 
     def give(self, served: SimServer, order: CacheCommand) -> None:
-        """Send an order through the engine's door."""
+        """Send a command to the engine's mailbox."""
         self._say(f"order {order}")
         rot_count = self._ledger.rot_count
         self.open_count += 1
@@ -73,15 +73,15 @@ class CommandIssuer:
             is_over = isinstance(order, Pin) and served.clock.wall() >= order_time + (order.ttl_s or math.inf)
             is_last = change_number == self._change_count
             if isinstance(answer, PinReport) and is_last and is_sound and not is_over:
-                # Behind a block that was found damaged meanwhile nobody looks for pinned ones.
+                # Blocks after one that was found damaged meanwhile are not checked.
                 self._check_pins(served, order, answer)
             self._check(served, order, answer, doom)
             if isinstance(answer, VerifyReport) and order == Verify():
-                # What was damaged while it ran may have been read before.
+                # A block damaged during the verification may have been read before.
                 self._check_verified(served, may_miss=self._ledger.rot_count > rot_count)
 
         if isinstance(order, EvictBlocks):
-            # Answered at once, right before the order is carried out.
+            # This command is answered at once, right before the eviction.
             served.mailbox.post(Command(Unpin((1, 2)), lambda _: self._pronounce(doom, served, order)))
         served.mailbox.post(Command(order, reply))
 
@@ -97,7 +97,7 @@ class CommandIssuer:
         served.mailbox.post(QueryStats(reply))
 
     def _pronounce(self, doom: _Doom, served: SimServer, order: EvictBlocks) -> None:
-        """Note the blocks that an order to evict is about to remove, and the last spill before it."""
+        """Note the blocks that an eviction is about to remove, and the last spill before it."""
         doom.spill_number = self._ledger.spill_number
         doom.blocks |= {name for name in order.block_hashes if served.cache.tree.get(name) is not None}
 
@@ -114,7 +114,7 @@ class CommandIssuer:
             self._check_evicted(served, doom)
 
     def _check_pins(self, served: SimServer, order: CacheCommand, answer: PinReport) -> None:
-        """What a caller was told to be pinned is here, pinned; what came meanwhile need not be."""
+        """Assert that as many blocks are here and pinned as the answer says; after `Unpin`, that none is."""
         assert isinstance(order, Pin | Unpin)
         pinned = [e for e in _known(served, order) if e.is_pinned and (e.ram or e.ssd)]
         if isinstance(order, Pin):
@@ -128,7 +128,7 @@ class CommandIssuer:
         assert not rotten or is_excused, f"verified, but still damaged: {rotten}"
 
     def _check_evicted(self, served: SimServer, doom: _Doom) -> None:
-        """What was on SSD or on its way there when the order came is gone."""
+        """Assert that the blocks that were on SSD, or on their way, when the command came are gone."""
         if served.is_storage_dead or self._ledger.io_errors(served):
             return
         numbers = self._ledger.spill_numbers
@@ -138,5 +138,5 @@ class CommandIssuer:
 
 
 def _known(served: SimServer, order: Pin | Unpin) -> Sequence[Node]:
-    """Return the blocks that are wholly part of an order's prompt."""
+    """Return the blocks that are wholly part of a command's prompt."""
     return served.cache.known_chain(order.prompt_token_ids, order.scope)

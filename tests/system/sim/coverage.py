@@ -1,4 +1,4 @@
-"""Coverage: what stories came to, and what so many of them should have come to."""
+"""Coverage: what happened in the stories of a run, and what should have happened in that many."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tests.system.sim.stories import play
 
 _CERTAIN = 14
-"""Of so many times as many stories as it takes one on average, all miss it in one set out of a million."""
+"""An event of one story in n is missed by all of this many times n stories once in a million runs."""
 
 ONE_IN: Mapping[str, int] = {
     "ram tokens": 2,
@@ -46,11 +46,11 @@ ONE_IN: Mapping[str, int] = {
     "moved by the end of a session": 10,
     "dropped checkpoint": 10,
 }
-"""Of so many stories one comes to it, counted over 600: they prove little of what none comes to."""
+"""One story in this many reaches the event, counted over 600. What no story reaches is not tested."""
 
 
 class Coverage:
-    """What all stories of a run came to. `check` asks for what is certain of as many as there were."""
+    """All that happened in a run's stories. `check` demands the events that so many stories must reach."""
 
     def __init__(self, one_in: Mapping[str, int]) -> None:
         self._one_in = one_in
@@ -58,18 +58,18 @@ class Coverage:
         self._story_count = 0
 
     def play(self, first: int, count: int) -> Counter[str]:
-        """Play so many stories, take in what they came to, and return it."""
+        """Play `count` stories, add what happened in them, and return it."""
         seen = play(range(first, first + count))
         self.add(seen, story_count=count)
         return seen
 
     def add(self, seen: Counter[str], *, story_count: int) -> None:
-        """Take in what so many stories came to."""
+        """Add what happened in `story_count` stories."""
         self._seen += seen
         self._story_count += story_count
 
     def check(self) -> None:
-        """Fail if none of them came to what one should have, whatever seeds they had."""
+        """Fail if no story reached an event that some story should have reached, whatever the seeds."""
         certain = [what for what, count in self._one_in.items() if self._story_count >= _CERTAIN * count]
         unreached = [what for what in certain if not self._seen[what]]
         assert not unreached, f"{self._story_count} stories never came to {unreached}"

@@ -1,6 +1,6 @@
 """A disk that can be full, fail, lose power and rot; everything else is the system's.
 
-Power loss is played on a copy of the directory: what no fsync made durable is undone first, a
+Power loss is played on a copy of the directory: changes that no fsync made durable are undone first, a
 rename included. Rename is atomic (POSIX; journaling file systems keep that over a power cut), so
 one that is undone brings back the file it replaced: the name is never without either. The copy
 takes the manifest's write-ahead log along as a killed process leaves it, and a power cut
@@ -34,7 +34,7 @@ _SCHEMA_TRANSACTIONS = 12
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Replaced:
-    """A file as it was before another took its name, less what a power cut takes of it."""
+    """A file that another one replaced, as it is after a power cut."""
 
     data: bytes
     mtime_ns: int
@@ -49,7 +49,7 @@ class _Rename:
     replaced: _Replaced | None
 
     def undo(self) -> None:
-        """Put both files back; one that was removed since stays so."""
+        """Put both files back; a file removed since stays removed."""
         if not os.path.exists(self.target):
             return
         os.rename(self.target, self.source)
@@ -65,14 +65,14 @@ class SimDisk:
         self.root = root
         self.mtime_ns = mtime_ns
         self.room_bytes: int | None = None
-        """What may still be written before the disk is full; None: plenty."""
+        """Bytes that may still be written before the disk is full; None: no limit."""
         self.fail_in: int | None = None
-        """Verbs until one fails with EIO."""
+        """Number of calls until one fails with EIO."""
         self.crash_in: int | None = None
-        """Verbs until the power goes, half of the time before the verb is done."""
+        """Number of calls until power is lost, half of the time before that call is carried out."""
         self.crashes_before = False
         self.crash_verb = ""
-        """The power goes before this verb is next done."""
+        """Power is lost before the next call of this verb."""
         self.failed_count = 0
         self.has_crashed = False
         self._system = Files()
@@ -102,7 +102,7 @@ class SimDisk:
         return call
 
     def keep_power(self) -> None:
-        """Let the power go no more, whatever was planned."""
+        """Cancel all planned power losses."""
         self.crash_in, self.crash_verb = None, ""
 
     def used_bytes(self) -> int:
@@ -126,7 +126,7 @@ class SimDisk:
         shutil.copytree(self.root, copy, ignore=shutil.ignore_patterns("*-shm"))
 
     def kill(self, copy: Path) -> None:
-        """Lose the process alone; `copy` becomes what the next one finds."""
+        """Kill only the process; `copy` becomes what the next one finds."""
         self.has_crashed = True
         shutil.copytree(self.root, copy, ignore=shutil.ignore_patterns("*-shm"))
 
@@ -144,7 +144,7 @@ class SimDisk:
         return disk
 
     def release(self) -> None:
-        """Close what the dead process had open, as the system does."""
+        """Close the files that the dead process had open, as the system does."""
         for descriptor in self._paths:
             os.close(descriptor)
         self._paths.clear()
@@ -174,7 +174,7 @@ class SimDisk:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), f"injected into {verb}")
 
     def _note(self, verb: str, args: tuple[Any, ...], result: Any) -> Any:
-        """Remember what is not durable yet, and take the real time out of what is seen."""
+        """Note changes that are not durable yet, and replace real times in the result."""
         if verb in ("create", "open", "lock"):
             self._paths[result] = args[0]
         if verb == "create":
@@ -187,7 +187,7 @@ class SimDisk:
         elif verb == "fsync":
             self._unsynced.discard(self._paths[args[0]])
         elif verb == "fsync_dir":
-            # One sync of either folder writes the rename out: the system orders them in one journal.
+            # A sync of either folder makes the rename durable: the system orders them in one journal.
             self._renames = [
                 rename
                 for rename in self._renames
@@ -202,7 +202,7 @@ class SimDisk:
         return result
 
     def _replaced(self, path: str) -> _Replaced | None:
-        """Return the file that is about to lose its name to another, None when there is none."""
+        """Return the file that a rename is about to replace; None if there is none."""
         if not os.path.isfile(path):
             return None
         data = Path(path).read_bytes()
@@ -223,16 +223,16 @@ def _name_of(info: FileInfo) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rot:
-    """What was done to block files from outside, by the names of the files."""
+    """Changes made to block files from outside, by file name."""
 
     what: str
     before: Mapping[str, bytes]
     after: Mapping[str, bytes]
-    """What is in them; empty for one that is gone."""
+    """Contents of the files now; empty for a removed one."""
 
 
 def rot(disk: SimDisk, dice: random.Random) -> Rot | None:
-    """Damage committed block files behind the server's back; None when there are none."""
+    """Damage committed block files behind the server's back; None if there are none."""
     found = sorted((disk.root / "blocks").glob("*/*.safetensors"))
     if not found:
         return None
@@ -268,7 +268,7 @@ def rot(disk: SimDisk, dice: random.Random) -> Rot | None:
 def _flip(path: Path, dice: random.Random, *, mtime_ns: int) -> None:
     data = bytearray(path.read_bytes())
     head_bytes = 8 + int.from_bytes(data[:8], "little")
-    # As often in the arrays as in the much longer head.
+    # Half of the flips are in the arrays, though the head is much longer.
     is_inside = head_bytes < len(data) and dice.random() < 0.5
     data[dice.randrange(head_bytes if is_inside else 0, len(data))] ^= 1 << dice.randrange(8)
     path.write_bytes(data)
@@ -276,7 +276,7 @@ def _flip(path: Path, dice: random.Random, *, mtime_ns: int) -> None:
 
 
 def lose_last_transactions(manifest: Path, count: int) -> bool:
-    """Cut the last transactions off a write-ahead log, as a power cut may; False when that is not sure.
+    """Cut the last transactions off a write-ahead log, as a power cut may; False if that is not safe.
 
     A log long enough to have been folded into the database was synced before, and is left alone.
     """
@@ -295,7 +295,7 @@ def lose_last_transactions(manifest: Path, count: int) -> bool:
         offset += frame_bytes
         if data[offset - frame_bytes + 4 : offset - frame_bytes + 8] != bytes(4):
             ends.append(offset)
-    # The first transactions make the schema; losing it too is another story than this one.
+    # The first transactions make the schema, which must stay.
     schema_count = 0 if manifest.stat().st_size > 2 * page_bytes else _SCHEMA_TRANSACTIONS
     if len(ends) <= count + schema_count or offset > _CHECKPOINT_FRAMES * frame_bytes:
         return False

@@ -1,4 +1,4 @@
-"""Watches a server's KV events as gateways do, and compares what they know with the index itself."""
+"""Watches a server's KV events as gateways do, and compares the gateways' knowledge with the index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tokens = tuple[bytes, tuple[BlockImage, ...]]
 
 
 class EventWatch:
-    """Of one life of a server: its follower, and gateways that read now and then."""
+    """For one life of a server: the event source, and gateways that read now and then."""
 
     def __init__(self, served: SimServer, ledger: Ledger, dice: random.Random) -> None:
         self._served = served
@@ -36,7 +36,7 @@ class EventWatch:
         self.feed = EventFeed(
             self._mirror, replay_limit_bytes=dice.choice((600, 5_000, 1_000_000)), clock=served.clock
         )
-        # A full log is met now and then: a listing's slices fit, a few steps' changes do not.
+        # The log is sometimes full: a listing's slices fit into it, the changes of a few steps do not.
         served.controller.commands.listing_slice_count = 4
         served.cache.tree.log._limit = dice.choice((16, 16_384))
         self._follower = LogFollower(served.cache.tree.log, self._mirror, self.feed)
@@ -45,7 +45,7 @@ class EventWatch:
         self._is_asking = False
 
     def look(self) -> None:
-        """Now and then: publish, ask, and let somebody read."""
+        """Now and then publish, ask, and let a gateway read."""
         chance = self._dice.random()
         if chance < 0.5:
             self._turn()
@@ -55,7 +55,7 @@ class EventWatch:
             self._dice.choice(self._gateways).reconnect()
 
     def check(self) -> None:
-        """At rest: everybody knows what the index has, whoever came when; nobody knows another's."""
+        """Assert at rest that every gateway knows the index's blocks, and no other tenant's."""
         self._settle()
         expected = self._expected()
         late = [Gateway(self.feed, tenant) for tenant in _READERS]
@@ -88,7 +88,7 @@ class EventWatch:
         raise AssertionError("the follower never has enough")
 
     def _expected(self) -> set[Known]:
-        """Return what the index says by itself: the whole blocks of known tenants' whole chains."""
+        """Return what the gateways should know: the full blocks of known tenants' unbroken chains."""
         index = self._served.cache.tree
         scopes = dict(index.log._scopes)
         found: set[Known] = set()

@@ -1,4 +1,4 @@
-"""Images of the simulation: one token spells all of them, so that only their digests tell them apart."""
+"""Images of the simulation: all have the same token, so that only their digests tell them apart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IMAGES = [
     for number, length in enumerate(_LENGTHS)
 ]
 IMAGES = {image.digest: image for image in _IMAGES}
-"""Some have as many tokens as others, some more than a block; some must not be cut by a pass."""
+"""Some have equal token counts, some more than a block; some must not be split over passes."""
 
 
 def drawn_image(dice: random.Random) -> TokenKeys:
@@ -28,7 +28,7 @@ def drawn_image(dice: random.Random) -> TokenKeys:
 
 
 def untorn(keys: TokenKeys) -> TokenKeys:
-    """Return a prompt's keys without an image at their end of which a part is missing."""
+    """Return a prompt's keys without an incomplete image at the end."""
     runs = list(image_runs(keys))
     if not runs or runs[-1].start + runs[-1].token_count < len(keys):
         return keys
@@ -38,8 +38,8 @@ def untorn(keys: TokenKeys) -> TokenKeys:
 
 
 def closed(keys: TokenKeys, *, limit: int) -> TokenKeys:
-    """Return a prompt's keys with text behind an image that is seen whole, as templates write it; without the
-    image where there is no room."""
+    """Return a prompt's keys with text after a last image that is seen whole, as templates write it; without
+    the image if the text does not fit."""
     if not has_image(keys[-1:]):
         return keys
     *_, last = image_runs(keys)
@@ -58,7 +58,7 @@ def ids_and_spans(keys: TokenKeys) -> tuple[tuple[int, ...], tuple[ImageSpan, ..
 
 
 def vectors_of(image: ImageInput) -> list[int]:
-    """Return what the tower makes of an image: what the model reads in the place of its tokens."""
+    """Return an image's vectors as from the tower: the model's input in place of its tokens."""
     return [visible(key) for key in image_keys(image.digest, (_TOKEN_ID,) * image.feature_count)]
 
 

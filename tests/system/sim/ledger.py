@@ -1,4 +1,4 @@
-"""What must be true, kept beside the house: every request, every committed block, all damage done."""
+"""The ledger: every request, every committed block and all damage, recorded outside the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ORDINARY_ERRORS = (Cancelled, DeadlineExceeded, Overloaded, Unavailable)
 
 @dataclasses.dataclass(slots=True)
 class Promise:
-    """One request and what it must come to."""
+    """One request and the reply that it must get."""
 
     request: GenerationRequest
     reply: Reply
@@ -69,29 +69,29 @@ def _kinds(record: BlockRecord) -> frozenset[RegionKind]:
 
 
 class Ledger:
-    """Survives the crashes that the house does not."""
+    """Survives the server's crashes, and checks each of its outcomes."""
 
     def __init__(self) -> None:
         self.committed: dict[BlockHash, frozenset[RegionKind]] = {}
-        """With the regions that the SSD tier said it has of each."""
+        """Each with the regions that the SSD tier reported."""
         self.removed: set[BlockHash] = set()
         self.spilled: set[BlockHash] = set()
         self.ordered_away: set[BlockHash] = set()
-        """What this process was ordered to remove, and has not been given again by the engine."""
+        """Blocks that this process was ordered to remove, and that the engine has not spilled again."""
         self.damaged: set[BlockHash] = set()
-        """Blocks whose files were changed behind the server's back and not written anew since."""
+        """Blocks whose files were changed behind the server's back and not rewritten since."""
         self.rot_count = 0
         self._sound: dict[BlockHash, bytes] = {}
-        """What was in the files of damaged blocks before they were damaged."""
+        """Contents of damaged blocks' files before the damage."""
         self._mended: set[BlockHash] = set()
-        """Damaged and as they were again: who read them in between may say so later."""
+        """Blocks that were damaged and are sound again: a read in between may still report the damage."""
         self._rotten: dict[BlockHash, bytes] = {}
-        """What was in files once they were damaged."""
+        """Contents of damaged blocks' files after the damage."""
         self.ever_damaged: set[BlockHash] = set()
         self.may_be_gone: set[BlockHash] = set()
-        """Blocks that were being removed when the power went."""
+        """Blocks that were being removed when power was lost."""
         self.has_lost_rows = False
-        """The manifest's last transactions went with the power."""
+        """Whether the manifest's last transactions were lost with the power."""
         self.io_error_count = 0
         self.spill_numbers: dict[BlockHash, int] = {}
         self.spill_number = 0
@@ -100,10 +100,10 @@ class Ledger:
         self._manifest_bytes = 0
         self.last_stats: CacheStats | None = None
         self.seen: Counter[str] = Counter()
-        """What happened at all, so that a test can say the scenarios reach it."""
+        """How often each thing happened, so that tests can check that the stories reach it."""
 
     def note_spill(self, header: BlockHeader) -> None:
-        """A block was handed to the SSD tier."""
+        """Record that a block was handed to the SSD tier."""
         block = header.hash
         self.spilled.add(block)
         self.ordered_away.discard(block)
@@ -111,7 +111,7 @@ class Ledger:
         self.spill_numbers[block] = self.spill_number
 
     def note_rot(self, rot: Rot) -> None:
-        """These files are not what they were; a file's name is its block's hash."""
+        """Record that files were changed; a file's name is its block's hash."""
         self.rot_count += 1
         for name in rot.before:
             block = BlockHash(bytes.fromhex(name))
@@ -119,7 +119,7 @@ class Ledger:
                 self._sound[block] = rot.before[name]
             self.ever_damaged.add(block)
             self._rotten[block] = rot.after[name]
-            # Two files that changed places may do so again.
+            # Two files that were swapped may be swapped back.
             if rot.after[name] == self._sound[block]:
                 self.damaged.discard(block)
                 self._mended.add(block)
@@ -127,14 +127,14 @@ class Ledger:
                 self.damaged.add(block)
 
     def note_outcome(self, message: Outcome, served: SimServer) -> None:
-        """Compare what the SSD tier says with what it must say."""
+        """Check an outcome of the SSD tier against the ledger."""
         outcome = message.outcome if isinstance(message, Ticket) else message
         self.seen[type(outcome).__name__] += 1
         if isinstance(outcome, Persisted):
             self.committed[outcome.record.hash] = _kinds(outcome.record)
             file = _file_of(served, outcome.record.hash)
             self.seen["blocks in planes"] += b"stored_bytes" in file
-            # A file may rot behind its last sync, before its row and the word of it.
+            # A file may rot after its last sync, but before its row and this report.
             if self._rotten.pop(outcome.record.hash, None) != file:
                 self.damaged.discard(outcome.record.hash)
             self._check_size(served)
@@ -149,7 +149,7 @@ class Ledger:
         elif isinstance(outcome, Loaded) and outcome.failure is not None:
             self._check_failure(outcome.failure, served)
         elif isinstance(outcome, Verified):
-            # Told at the end of a long task: what was damaged may have been written anew since.
+            # Reported at the end of a long task: damaged blocks may have been rewritten since.
             sound = [failure for failure in outcome.damaged if failure.hash not in self.ever_damaged]
             for failure in sound:
                 self._check_failure(failure, served)
@@ -157,9 +157,9 @@ class Ledger:
             self._check_opened(served)
 
     def _check_size(self, served: SimServer) -> None:
-        """A block was written only where there was room for it beside the manifest and its log."""
+        """Assert that a block was written only if it fits beside the manifest and its log."""
         manifest_bytes = served.store.space.manifest_bytes
-        # A file of another size put in a block's place is not the server's account to keep.
+        # The server need not account for a file of another size that was put in a block's place.
         if manifest_bytes == self._manifest_bytes and not self.ever_damaged:
             total = served.disk.block_bytes() + manifest_bytes
             assert total <= served.setup.disk_limit_bytes, (
@@ -168,7 +168,7 @@ class Ledger:
         self._manifest_bytes = manifest_bytes
 
     def _check_failure(self, failure: Failure, served: SimServer) -> None:
-        """A block may be called damaged only when somebody damaged it."""
+        """Assert that a block reported as damaged was damaged."""
         self.seen[f"failure {failure.cause}"] += 1
         assert failure.hash is not None
         if failure.hash in self.damaged | self._mended or self.io_errors(served):
@@ -177,7 +177,7 @@ class Ledger:
         assert may_miss, f"a sound block was called damaged: {failure}"
 
     def _check_opened(self, served: SimServer) -> None:
-        """No committed block is lost by a restart, none appears from nowhere, no row lied."""
+        """Assert that a restart lost no committed block, added none, and found no wrong row."""
         store = served.store
         present = {record.hash: _kinds(record) for record in store.index}
         expected = self.committed.keys() - self.damaged - self.may_be_gone
@@ -201,11 +201,11 @@ class Ledger:
         self.has_lost_rows = False
 
     def io_errors(self, served: SimServer) -> int:
-        """Return how often the disk has refused so far: a refusal may cost blocks, never tokens."""
+        """Return how many calls the disk has failed so far: that may cost blocks, never tokens."""
         return self.io_error_count + served.disk.failed_count
 
     def check_end(self, promise: Promise, events: list[Event]) -> None:
-        """One end, tokens as promised, nothing reused that this tenant may not have."""
+        """Assert that a request ended once, with the right tokens, and reused only blocks that it may."""
         request, reply = promise.request, promise.reply
         name = request.request_id
         end = events[-1]
@@ -261,6 +261,6 @@ class Ledger:
 
 
 def _file_of(served: SimServer, block: BlockHash) -> bytes:
-    """Return what is in a block's file now; nothing where there is none."""
+    """Return the content of a block's file; empty if there is none."""
     found = list((served.disk.root / "blocks").glob(f"*/{block.hex()}.safetensors"))
     return found[0].read_bytes() if found else b""

@@ -1,8 +1,8 @@
-"""A language model of arithmetic: what it draws depends on every bit of what its caches hold.
+"""A language model of arithmetic: the tokens that it draws depend on every bit in its caches.
 
-Each token leaves a row behind that is a hash of the caches before it and of the token. A row
-that is missing, stale, shifted or of another sequence changes every later row and every token
-drawn from then on, so a wrong restore cannot hide.
+Each token adds a row that is a hash of the caches before it and of the token. A row that is
+missing, stale, shifted or of another sequence changes every later row and every token drawn
+after it, so a wrong restore cannot hide.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CONTEXT_TOKEN_LIMIT = 96
 ALPHABET = b"abcd"
 _MASK = (1 << 64) - 1
 _EOS_ODDS = 24
-"""One draw in so many ends the sequence."""
+"""One draw in this many ends the sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Which kinds of cache the model's layers have; `weights` tells two models apart."""
+    """The kinds of cache that the model's layers have; `weights` tells two models apart."""
 
     weights: int
     has_kv: bool
@@ -46,7 +46,7 @@ def mix(*values: int) -> int:
 
 
 def visible(key: int) -> int:
-    """Return what the model reads of a token: its id, or a vector of what an image shows in its place."""
+    """Return the model's input for a token: its id, or for an image's token a hash of its vector."""
     return mix(*(key >> shift & _MASK for shift in range(0, key.bit_length(), 64))) if key > _MASK else key
 
 
@@ -65,7 +65,7 @@ class Caches:
     def of(
         cls, spec: ModelSpec, *, position: int, kv: Sequence[int], window: Sequence[int], state: int
     ) -> Caches:
-        """Return caches that hold what was put back."""
+        """Return caches with restored content."""
         caches = cls(spec)
         caches.position, caches.kv, caches.window, caches.state = position, list(kv), list(window), state
         for row in kv:
@@ -73,7 +73,7 @@ class Caches:
         return caches
 
     def prefill(self, token_ids: Sequence[int]) -> None:
-        """Run tokens in one pass; a window then holds what that pass saw, as mlx-lm's does."""
+        """Run tokens in one pass; a window then holds all of that pass's tokens, as mlx-lm's does."""
         if self.spec.window_token_count and len(token_ids) > 1:
             del self.window[: -(self.spec.window_token_count - 1)]
         for token_id in token_ids:
@@ -86,7 +86,7 @@ class Caches:
             del self.window[: -self.spec.window_token_count]
 
     def draw(self, seed: int) -> int:
-        """Return the next token: a function of everything held."""
+        """Return the next token: a function of all content of the caches."""
         drawn = mix(self._digest(), seed)
         if drawn % _EOS_ODDS == 0:
             return EOS
@@ -110,7 +110,7 @@ class Caches:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reply:
-    """What a request must come to when nobody disturbs it."""
+    """The result of a request that nothing disturbs."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -118,7 +118,7 @@ class Reply:
 
 
 def reference_reply(spec: ModelSpec, request: GenerationRequest) -> Reply:
-    """Compute the reply from nothing, without blocks, batches or chunks."""
+    """Compute the reply from scratch, without blocks, batches or chunks."""
     caches = Caches(spec.with_adapter(request.adapter))
     for key in request.keys(request.prompt_token_ids):
         caches.run(visible(key))

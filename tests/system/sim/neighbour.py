@@ -1,4 +1,4 @@
-"""Another server of the same model before the same object store, with a disk of its own that never fails."""
+"""Another server of the same model and object store, with its own disk, which never fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.system.sim.setup import Setup
 
 
 class Neighbour:
-    """Answers a request now and then, from what the store has as well, and stores what it computed."""
+    """Answers a request now and then, also from the store's blocks, and stores those that it computes."""
 
     def __init__(self, setup: Setup, folder: Path, *, clock: SimClock, ledger: Ledger) -> None:
         self._setup = dataclasses.replace(
@@ -32,12 +32,12 @@ class Neighbour:
         )
         self._folder, self._clock, self._ledger = folder, clock, ledger
         self._own = Ledger()
-        # What one of them has written the other one may have.
+        # Each of the two servers may have the other's blocks.
         self._own.spilled = ledger.spilled
         self._life_count = 0
 
     def answer(self, promise: Promise) -> None:
-        """Run a request in a process of its own, and check it as if it were this server's."""
+        """Run a request in a new life of the neighbour, and check it as if it were this server's."""
         life = Life(self._life_count, promise.model, self._folder / "neighbour", 10**18)
         self._life_count += 1
         served = SimServer(

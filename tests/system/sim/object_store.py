@@ -1,6 +1,6 @@
-"""An object store for stories: slow, forgetful, refusing, not answering, and lying, by dice of its own.
+"""An object store for stories: slow, forgetful, refusing, silent, and lying, with its own dice.
 
-It goes by the time of the loop that asks it.
+It uses the time of the caller's event loop.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _FATES = ("kept",) * 20 + ("lost", "torn", "altered")
 
 
 class FickleStore(MemoryStore):
-    """Every request may take long or fail, objects vanish, and what is put or read may be another object, a
-    part of one, or wrong. What a server puts must be sound."""
+    """Requests may take long or fail, objects may vanish, and what is put or read may be another object, a
+    part of one, or wrong. Checks that servers put only sound objects."""
 
     def __init__(self, dice: random.Random, cipher: Cipher | None) -> None:
         super().__init__()
         self._dice, self._cipher = dice, cipher
         self.complaints: list[str] = []
-        """Of objects that servers have put, for the story to find."""
+        """Faults of objects that servers have put; the story checks that there are none."""
 
     async def read(self, name: str) -> AsyncGenerator[memoryview]:
         await self._begin()

@@ -1,4 +1,4 @@
-"""What is pinned, and that it stays where it is."""
+"""Watch of the pinned blocks: they must stay."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from tests.system.sim.server import SimServer
 
 
 class PinWatch:
-    """Looks after every engine step. An order to unpin or evict, damage and a broken disk excuse a loss."""
+    """Checks after every engine step. Unpin and evict commands, damage and a broken disk excuse a loss."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.is_excused = False
         self._ledger = ledger
         self._before: dict[BlockHash, tuple[float, bool]] = {}
-        """Pinned blocks, until when, and whether they were in RAM after the last step."""
+        """Pinned blocks with the end of each pin, and whether it was in RAM after the last step."""
 
     def begin_life(self) -> None:
-        """Forget what a process that is gone had pinned."""
+        """Forget the pins of a process that is gone."""
         self._before.clear()
 
     def look(self, served: SimServer) -> None:
-        """Compare with the look before."""
+        """Compare the pinned blocks with those of the last call."""
         if not (self.is_excused or self._ledger.io_errors(served) or served.is_storage_dead):
             for name, (end_time, was_in_ram) in self._before.items():
                 if name not in self._ledger.ever_damaged and end_time > served.clock.wall():
@@ -37,17 +37,17 @@ class PinWatch:
     def _check(self, served: SimServer, name: BlockHash, *, was_in_ram: bool) -> None:
         entry = served.cache.tree.get(name)
         is_kept = entry is not None and entry.is_pinned and (entry.ram or entry.ssd)
-        # Where requests have no memory, the RAM copy of what is on SSD may go.
+        # If requests lack memory, the RAM copy of a block on SSD may be evicted.
         may_leave_ram = not was_in_ram or bool(served.setup.memory_limit_bytes)
         assert is_kept and (entry.ram or may_leave_ram), f"pinned block {name.hex()[:8]} is gone"
 
     def check_before_restart(self, served: SimServer) -> None:
-        """A pin survives an orderly restart: the rows of pinned blocks say so."""
+        """Assert that pins survive a clean restart: the rows of pinned blocks must have them."""
         if served.storage is None or served.is_storage_dead or self._ledger.io_errors(served):
             return
         for entry in served.cache.tree:
             record = served.store.index.get(entry.hash)
-            # One that was written after the flush had given up waiting is not known to the engine.
+            # The engine does not know of a block written after the flush gave up waiting.
             if entry.ssd and record is not None and entry.pin_end_time > served.clock.wall():
                 assert record.pin_end_time == entry.pin_end_time, (
                     f"pinned block {entry.hash.hex()[:8]} will not be after the restart"

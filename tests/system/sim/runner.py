@@ -1,4 +1,4 @@
-"""The model's runner: caches cut into real bytes and put back, as strictly as the real one does it."""
+"""The model's runner: it cuts caches into real bytes and restores them, as strictly as the real one."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ _NAMES = {
 }
 _PADDING = "padding"
 _SECOND = 0x5555555555555555
-"""The second kv tensor holds each row with these bits turned over."""
+"""The second kv tensor has each row with these bits flipped."""
 _FIXED_S = 0.001
 _TOKEN_S = 0.0005
-"""What a pass takes, and each token in it."""
+"""Time of a pass, and of each token in it."""
 _LAYER_COUNT = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimRegion:
-    """Rows of one kind on the pretended device; a checkpoint has one."""
+    """Rows of one kind on the simulated device; a checkpoint has one."""
 
     kind: RegionKind
     rows: tuple[int, ...]
     padding_bytes: int = 0
-    """Zeros behind the rows, so that byte planes gain."""
+    """Zeros after the rows, so that byte planes make them smaller."""
     size_bytes: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Once: every account is checked after every step, and adds these up.
+        # Computed once: every account is checked after every step, and sums these.
         row_bytes = 8 * len(self.rows) * len(_NAMES[self.kind])
         object.__setattr__(self, "size_bytes", row_bytes + self.padding_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimCopy:
-    """Regions on their way to the host: pipelined, the second pass from now on tells that they are there."""
+    """A copy of regions to the host: when pipelined, the second pass from now shows that it is done."""
 
     runner: SimRunner
     regions: tuple[SimRegion, ...]
@@ -76,7 +76,7 @@ class SimCopy:
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """One decoding sequence. When pipelined, what is drawn is run through the model before it is told."""
+    """One decoding sequence. When pipelined, a drawn token runs through the model before it is reported."""
 
     caches: Caches
     seed: int
@@ -84,12 +84,12 @@ class _Row:
 
 
 class SimRunner:
-    """Implements Runner and CacheRunner. Random only in how many slices a restore takes."""
+    """Implements Runner and CacheRunner. Only the number of slices of a restore is random."""
 
     def __init__(
         self, spec: ModelSpec, *, block_token_count: int, dice: random.Random, padding_bytes: int = 0
     ) -> None:
-        """`padding_bytes` is of every region."""
+        """`padding_bytes` are added to every region."""
         self.spec = spec
         self._padding_bytes = padding_bytes
         self._block_token_count = block_token_count
@@ -97,7 +97,7 @@ class SimRunner:
         self.is_pipelined = spec.weights % 2 == 1
         self._has_pages = spec.weights % 3 > 0 and spec.has_kv
         self.copies_apart = spec.weights % 4 > 1
-        """Whether what is to be written is copied, and no view of what RAM holds."""
+        """Whether blocks are written from a copy, not from a view of their regions in RAM."""
         self.pages = PoolMemory()
         self.pass_count = 0
         self.open_caches: dict[SequenceId, Caches] = {}
@@ -105,11 +105,11 @@ class SimRunner:
         self.decoding: dict[SequenceId, _Row] = {}
         self._vectors: dict[SequenceId, dict[ImageKey, list[int]]] = {}
         self._layered: dict[SequenceId, tuple[tuple[int, ...], int]] = {}
-        """Tokens on their way through the layers, and the next one."""
+        """Chunks that have run through some layers, each with the next layer."""
         self._elapsed_s = 0.0
 
     def facts(self) -> CacheFacts:
-        """Say what these caches allow, in the layout's words."""
+        """Return what these caches allow."""
         spec = self.spec
         return CacheFacts(
             has_kv=spec.has_kv,
@@ -139,7 +139,7 @@ class SimRunner:
         before_wait: Callable[[], None] | None = None,
         reads_at_once: bool = False,
     ) -> PassResult:
-        """Run a pass over every row and these chunks; pipelined, tell what the pass before drew."""
+        """Run a pass over every row and these chunks; when pipelined, return the last pass's tokens."""
         if before_wait is not None:
             before_wait()
         told = self._drawn()
@@ -177,7 +177,7 @@ class SimRunner:
         return [Drawn(i, row.drawn, fed_ahead_count=ahead) for i, row in self.decoding.items()]
 
     def _is_through(self, chunk: Chunk, layers: LayerSpan) -> bool:
-        """Take a chunk through some layers; whether they are the last ones."""
+        """Run a chunk through some layers; return whether they are the last ones."""
         assert chunk.row is None and len(chunk.token_ids) > 1 and layers.count == _LAYER_COUNT, chunk
         if layers.first:
             assert self._layered[chunk.sequence_id] == (tuple(chunk.token_ids), layers.first), chunk
@@ -235,12 +235,12 @@ class SimRunner:
         return memory_model()
 
     def memory(self) -> MemoryUse:
-        """Ten bytes for each token of each live sequence, as the model of `memory_model` says."""
+        """Return ten bytes for each token of each live sequence, as in `memory_model`."""
         live = [*self.open_caches.values(), *(row.caches for row in self.decoding.values())]
         return MemoryUse(10 * sum(caches.position for caches in live), 2)
 
     def end_thread(self) -> None:
-        """It has no streams."""
+        """Do nothing: there are no streams."""
 
     def close(self) -> None:
         assert self.is_empty, "sequences were left behind"
@@ -337,7 +337,7 @@ def _rows_of(tensor: HostTensor) -> list[int]:
 
 
 def _joined_kv(restore: RestoreInput) -> list[int]:
-    """Return rows [0, token_count), of blocks from the start without a gap."""
+    """Return rows [0, token_count), from blocks without a gap."""
     rows: list[int] = []
     for block in restore.blocks:
         region = block.regions.get(RegionKind.KV)

@@ -1,4 +1,4 @@
-"""One seed, one story: what clients, the disk and fate do to a house, and what must hold all along."""
+"""Scenario of one seed: what clients, the disk and fate do to a server, and the checks of every step."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ _TENANTS = (Tenant(""), Tenant(""), Tenant("other"))
 _ADAPTERS = (NO_ADAPTER, NO_ADAPTER, NO_ADAPTER, *ADAPTER_DIGESTS)
 _SESSIONS = ("", "", "one", "one", "two", "three")
 _KILL_SHARE = 0.35
-"""Of the ends of a process that nobody ordered; the power goes in the others."""
+"""Share of unordered ends in which only the process is killed; in the others power is lost."""
 PIECES_SEED = 2_000_000
-"""From here on commands to evict come in slices, as the Evict call sends them."""
+"""From here on evictions come in slices, as the Evict call sends them."""
 IMAGES_SEED = 3_000_000
-"""From here on prompts have images in them."""
+"""From here on prompts have images."""
 NAMES_SEED = 4_000_000
-"""From here on many a process ends between a file's name and its sync; prompts have no images."""
+"""From here on many processes end between a file's rename and the folder's sync; prompts have no images."""
 HANGS_SEED = 5_000_000
 """From here on the disk hangs now and then; prompts have no images and names are synced."""
 PLANES_SEED = 6_000_000
@@ -77,14 +77,14 @@ PLANES_SEED = 6_000_000
 ARCHIVES_SEED = 7_000_000
 """From here on prompts are exported and imported as well."""
 SHARED_SEED = 8_000_000
-"""From here on the SSD tier has an object store behind it, which fails and lies now and then, and another
-server uses it as well; blocks are stored raw, prompts have no images, names are synced, no disk hangs."""
+"""From here on the SSD tier has an object store behind it, which sometimes fails and lies, and which another
+server uses too; blocks are stored raw, prompts have no images, names are synced, no disk hangs."""
 _RECOVERY_S = 130.0
-"""Longer than a write gate stays shut."""
+"""Longer than a write gate stays closed."""
 
 
 class SimulationFailed(AssertionError):
-    """A scenario broke a promise; says how to play it again."""
+    """A check of a scenario failed; the message says how to replay it."""
 
 
 class Scenario:
@@ -95,7 +95,7 @@ class Scenario:
         self.log: list[str] = []
         self.dice = random.Random(seed)
         setup = make_setup(self.dice)
-        # Dice of their own: a story of before there were adapters stays the same but for them.
+        # Separate dice, so that adapters leave everything else in older stories as it was.
         self._adapter_dice = random.Random(-(10**6) - seed)
         self._sharing_dice = random.Random(-2 * 10**6 - seed)
         self._kill_dice = random.Random(-3 * 10**6 - seed)
@@ -131,7 +131,7 @@ class Scenario:
         self._life = Life(number=0, model=0, directory=folder / "life-0", mtime_ns=10**18)
         self._event_dice = random.Random(-3 * 10**6 - seed)
         self._pieces: list[BlockHash] = []
-        """What a removal in pieces has yet to come to."""
+        """Blocks that a removal in pieces has yet to remove."""
         self._served = self._new_server(None)
         self._events = EventWatch(self._served, self.ledger, self._event_dice)
         self._sessions = SessionWatch(self._served, self.ledger)
@@ -142,7 +142,7 @@ class Scenario:
         return self.ledger.seen
 
     def play(self, action_count: int = 70) -> None:
-        """Play the whole story and check it to the end."""
+        """Play and check the whole story."""
         try:
             self._open()
             for _ in range(action_count):
@@ -178,7 +178,7 @@ class Scenario:
         try:
             action()
             if self._served.disk.has_crashed:
-                raise Crash  # A task of an event loop met it, and told nobody.
+                raise Crash  # It was raised in a task of an event loop, which did not report it.
             self._check()
         except Crash:
             self._die("in the middle of a step")
@@ -223,14 +223,14 @@ class Scenario:
         request = promise.request
         self._say(f"the neighbour answers {request.request_id} {words(promise.keys)} {request.scope}")
         self._neighbour.answer(promise)
-        # Its caller comes here with the next turn.
+        # The neighbour's caller comes here with the next turn.
         following = {
             "prompt_token_ids": promise.history[: CONTEXT_TOKEN_LIMIT - 1],
             "tenant": request.tenant,
             "adapter": request.adapter,
             "cache_use": CacheUse.READ_WRITE,
         }
-        # This model computes so fast that no lookup would pay.
+        # This model computes so fast that lookups would never be worth it.
         self._served.cache.rates.prefill_tokens_per_s = 0.0
         self._submit_one(**following)
         if self._archive_dice.random() < 0.4:
@@ -241,7 +241,7 @@ class Scenario:
             self._submit_one(**following)
 
     def _promise(self, **changes: Any) -> Promise:
-        """Draw a request, but for these changes, and what it must come to."""
+        """Draw a request, with these changes, and compute its reply."""
         keys = self._prompt()
         prompt, images = ids_and_spans(keys)
         request = GenerationRequest(
@@ -273,12 +273,12 @@ class Scenario:
         return promise
 
     def _shared_tenant(self) -> Tenant | None:
-        """Return whose prompts a request may start from beside its own, its own among them."""
+        """Return the tenant, perhaps its own, whose prompts a request may also start from."""
         named = self.setup.has_shared_prefixes and self._sharing_dice.random() < 0.6
         return self._sharing_dice.choice(_TENANTS) if named else None
 
     def _prompt(self) -> TokenKeys:
-        """Begin like something known, go on by chance."""
+        """Return a prompt that begins like a known one and continues at random."""
         text = self.dice.choice(self._texts[-12:] if self.dice.random() < 0.7 else self._texts)
         kept = text[: self.dice.randint(0, len(text))] if self.dice.random() < 0.6 else text
         more = bytes(self.dice.choices(ALPHABET, k=self.dice.choice((0, 0, 1, 2, 5, 9))))
@@ -322,8 +322,7 @@ class Scenario:
         self._commands.give(self._served, order)
 
     def _removal(self, asked: ListKnown) -> CacheCommand:
-        """Return the order to evict what is known now, or a piece of that or of what was when one began that
-        goes on."""
+        """Return a command to evict all known blocks, or the next piece of a removal in pieces."""
         whole = removal_of(self._served.cache, asked.prompt_token_ids, asked.scope)
         if self.seed < PIECES_SEED:
             return whole
@@ -343,7 +342,7 @@ class Scenario:
 
     def _import(self) -> None:
         if self._archive_dice.random() < 0.5:
-            # Otherwise most blocks that come are there already.
+            # Otherwise most imported blocks are there already.
             self._pins.is_excused = True
             self._commands.give(self._served, removal_of(self._served.cache))
         self._archives.adopt(self._served, self._archive_dice.choice(_TENANTS))
@@ -374,7 +373,7 @@ class Scenario:
         self.clock.now += seconds
 
     def _rest(self) -> None:
-        """Let everything settle, undisturbed, and look at all accounts."""
+        """Let everything settle, undisturbed, and check all accounts."""
         self._say("rest")
         served = self._served
         served.disk.room_bytes = served.disk.fail_in = None
@@ -445,7 +444,7 @@ class Scenario:
             disk.crashes_before = self.dice.random() < 0.5
 
     def _hang(self) -> None:
-        """The disk hangs, or answers again."""
+        """Make the disk hang, or answer again."""
         served = self._served
         if served.storage is None or served.is_storage_dead:
             return
@@ -465,7 +464,7 @@ class Scenario:
             self._served.kill_storage()
 
     def _squeeze(self) -> None:
-        """Somebody else on this machine takes memory, or gives it back."""
+        """Let another process of the machine take memory, or give it back."""
         limit_bytes = self.dice.choice((self.setup.memory_limit_bytes, 2_500, 1_500, 1_000))
         self._say(f"memory limit {limit_bytes}")
         self._served.budget.limit_bytes = limit_bytes
@@ -474,8 +473,8 @@ class Scenario:
         self._die("between two steps")
 
     def _die(self, where: str) -> None:
-        """Everything in memory is gone; go on with what is on the disk, less what needs power to stay there
-        where it is not the process alone that ends."""
+        """Lose everything in memory and start again from the disk; if power is lost too, without changes that
+        were not durable."""
         served, ledger = self._served, self.ledger
         is_kill = self._kill_dice.random() < _KILL_SHARE
         self._say(f"{'the process is killed' if is_kill else 'the power goes'} {where}")
@@ -532,7 +531,7 @@ class Scenario:
     # What must hold.
 
     def _end(self) -> None:
-        """Rest, restart, and ask again for everything: the blocks that survived must still be right."""
+        """Rest, restart, and repeat all requests: the blocks that survived must still be right."""
         self._served.disk.keep_power()
         self._rest()
         self._served.disk.keep_power()
@@ -560,6 +559,6 @@ class Scenario:
                 self.ledger.check_end(promise, events)
 
     def _settle_ends(self) -> None:
-        """What was told before the power went must be right, too."""
+        """Check the replies that were sent before the process ended, too."""
         self._collect_ends()
         self._live.clear()

@@ -48,7 +48,7 @@ _PADDING_BYTES = 96
 
 
 class MailboxWithoutWaiting(Mailbox[Message]):
-    """A mailbox at which nobody waits for a burst."""
+    """A mailbox that never waits for messages."""
 
     def __init__(self, *, changed: threading.Condition | None = None) -> None:
         super().__init__(limit=1000, changed=changed)
@@ -58,7 +58,7 @@ class MailboxWithoutWaiting(Mailbox[Message]):
 
 
 class WatchedStorage:
-    """The SSD tier's port, with a note of every block that is handed over."""
+    """The SSD tier's port; it notes every block that is handed over."""
 
     def __init__(self, storage: SoleTier | LocalTier, ledger: Ledger) -> None:
         self._storage = storage
@@ -79,7 +79,7 @@ class WatchedStorage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Life:
-    """What a house is born with; the next life of the same directory shares most of it."""
+    """The start conditions of one life; the next life of the same directory shares most of them."""
 
     number: int
     model: int
@@ -100,7 +100,7 @@ class SimServer:
         dice: random.Random,
         disk: SimDisk | None = None,
     ) -> None:
-        """`disk` is that of the process before on this machine; without one all that is there is durable."""
+        """`disk` is that of the previous process on this machine; without it all files are durable."""
         self.setup, self.life, self.clock, self.ledger = setup, life, clock, ledger
         self.recorder = Recorder()
         self.mailbox = MailboxWithoutWaiting()
@@ -112,7 +112,7 @@ class SimServer:
         self.is_storage_dead = False
         self.is_closed = False
         self.reads_hang = False
-        """Whether the reader stops in the middle of the next order it takes up."""
+        """Whether the reader stops in the middle of its next order."""
         self.hung_reader: HungReader | None = None
         self.store_hangs = False
         self.runner = SimRunner(
@@ -129,7 +129,7 @@ class SimServer:
             clock=clock,
         )
         self.cache.sessions.session_limit = setup.session_limit
-        # Few lives see as many loads as it takes before computing may seem faster: here the first one tells.
+        # Few lives have enough loads for a decision to recompute; here the first one is enough.
         self.cache.rates.load_count = 2
         self.controller = CacheController(
             cache=self.cache, runner=self.runner, clock=clock, adopt_budget_s=0.001
@@ -178,7 +178,7 @@ class SimServer:
 
     @property
     def store(self) -> Any:
-        """The SSD tier's insides, for checks only."""
+        """The SSD tier's internals, for checks only."""
         assert self.storage is not None
         return self.storage._store
 
@@ -189,15 +189,15 @@ class SimServer:
             self.storage.lock()
             self.storage.open()
         if self.storage is not None and self.setup.store is not None:
-            # A story is the same on a slow machine: its timers, too, go by its own clock.
+            # Timers use the story's clock too, so that a story is the same on a slow machine.
             vars(self.storage._traffic._loop).update(time=self.clock.monotonic)
 
     def step_engine(self) -> None:
-        """Let the inference thread do one step."""
+        """Run one step of the inference thread."""
         self.loop.step()
 
     def step_storage(self) -> bool:
-        """Let the storage and reader threads do one piece of work each."""
+        """Run one piece of work of the storage thread and of the readers."""
         if self.storage is None or self.is_storage_dead or self.is_closed:
             return False
         if not self.is_hanging:
@@ -221,7 +221,7 @@ class SimServer:
             stall(self.storage)
 
     def go_on(self) -> None:
-        """Let the disk answer everybody."""
+        """Let the disk answer again."""
         assert self.storage is not None
         self.reads_hang = self.store_hangs = False
         resume(self.storage)
@@ -230,7 +230,7 @@ class SimServer:
             reader.go_on()
 
     def kill_storage(self) -> None:
-        """The storage thread breaks: it says so, and neither it nor the readers do anything more."""
+        """Break the storage thread: it reports that, and neither it nor the readers do anything more."""
         self.is_storage_dead = True
         self._post(StorageFailed("injected"))
 
@@ -247,7 +247,7 @@ class SimServer:
         raise AssertionError(f"the house never comes to rest; scheduler {vars(self.scheduler)}")
 
     def stop(self, *, grace_s: float, flush_s: float) -> None:
-        """End in order: drain, flush, close. Raises what the storage thread raises, a crash included."""
+        """Stop cleanly: drain, flush, close. Raises what the storage thread raises, a crash included."""
         self.mailbox.post(Drain(self.clock.monotonic() + grace_s))
         for _ in range(_REST_STEP_LIMIT):
             if self.loop.is_done:
@@ -272,10 +272,10 @@ class SimServer:
         self.disk.release()
 
     def die(self, copy: Path, *, is_kill: bool) -> None:
-        """The process is gone, and the power with it unless `is_kill`; `copy` is what it leaves there."""
+        """End the process, and unless `is_kill` the power; the directory that remains is `copy`."""
         self.end_traffic()
         if self.storage is not None and self.store._manifest is None:
-            # A connection that a crash left half open must not fold its log in while it is copied.
+            # A connection that a crash left open must not checkpoint its log while that is copied.
             gc.collect()
         if is_kill:
             self.disk.kill(copy)
@@ -286,7 +286,7 @@ class SimServer:
         self.disk.release()
 
     def end_traffic(self) -> None:
-        """Cancel what is under way to and from the object store."""
+        """Cancel all transfers to and from the object store."""
         if self.storage is not None and isinstance(self.storage.model, SharedTier):
             self.storage._traffic.end()
 
@@ -295,7 +295,7 @@ class SimServer:
         return [entry.hash for entry in self.cache.tree.spilling]
 
     def _note_strangers(self, take: Callable[[], Gone]) -> Callable[[], Gone]:
-        """Have the ledger told of the other model's blocks too when they leave: no engine is."""
+        """Report to the ledger when blocks of the other model leave: no engine hears of that."""
 
         def take_gone() -> Gone:
             gone = take()

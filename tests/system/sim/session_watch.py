@@ -1,4 +1,4 @@
-"""Who has used which block, as seen from outside: what the end of a session may move, and a budget drop."""
+"""Watch of block use, from outside: which blocks a session's end may move and its limit may drop."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.system.sim.ledger import Ledger
 from tests.system.sim.server import SimServer
 
 PARENTS = {"two": "one"}
-"""Who started which session."""
+"""Each child session with its parent."""
 
 
 class SessionWatch:
-    """Listens to one house's plans and captures."""
+    """Watches one server's plans and captures."""
 
     def __init__(self, served: SimServer, ledger: Ledger) -> None:
         self._cache, self._ledger = served.cache, ledger
@@ -38,7 +38,7 @@ class SessionWatch:
         )
 
     def _watch_end(self, tenant: Tenant, session_id: str) -> SessionEndReport:
-        """What somebody else has used, too, goes neither earlier nor later than before."""
+        """Assert that the end of a session moves no block that others have used in the order of eviction."""
         order = self._cache.tree.ram.oldest
         before = list(order())
         ended = self._end_session(tenant, session_id)

@@ -1,4 +1,4 @@
-"""What one scenario's house is made of: a model's cache kinds, budgets, policies, all from the seed."""
+"""Setup of one scenario's server: a model's kinds of cache, budgets and policies, all from the seed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ADAPTER_DIGESTS = {
     AdapterName("terse"): AdapterDigest(b"2" * 32),
 }
 CREDIT_BYTES = 66_000
-"""What one small block takes of the write queue."""
+"""Bytes that one small block takes of the write queue."""
 _MANIFEST_BYTES = 60_000
 _FILE_BYTES = 1_100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings of every life of one house; `specs` are two models with one tokenizer."""
+    """The settings of every life of one server; `specs` are two models with one tokenizer."""
 
     specs: tuple[ModelSpec, ModelSpec]
     has_storage: bool
@@ -50,14 +50,14 @@ class Setup:
     quotas: QuotaLimits
     session_checkpoint_limit: int = 0
     session_limit: int = 4096
-    """Sessions that a house remembers."""
+    """Sessions that the server remembers."""
     has_shared_prefixes: bool = False
     """Whether requests may start from another tenant's prompts."""
     cipher: Cipher | None = None
-    """Encrypts the SSD tier; restores must not care."""
+    """Encrypts the SSD tier; must make no difference to restores."""
     codec: Codec = Codec.RAW
     store: MemoryStore | None = None
-    """Behind the SSD tier; it outlives every life."""
+    """The object store behind the SSD tier; it outlives every life."""
 
     def prefix_settings(self, model: int) -> PrefixSettings:
         """Return the prefix cache's settings for one of the models."""
@@ -97,7 +97,7 @@ def fingerprint(model: int) -> Fingerprint:
 
 
 def make_setup(dice: random.Random) -> Setup:
-    """Draw a house; small budgets are the rule, so that every limit is met."""
+    """Draw a server's setup; budgets are mostly small, so that every limit is reached."""
     has_kv, windows, has_state = dice.choice(
         (
             (True, (0,), False),
@@ -142,7 +142,7 @@ def make_setup(dice: random.Random) -> Setup:
         limits=dataclasses.replace(
             limits,
             prefill_grid_token_count=dice.choice((1, 2, BLOCK)),
-            # The houses with most slots have passes of several prompts' chunks.
+            # Servers with the most slots have passes with chunks of several prompts.
             pass_token_count=limits.prefill_chunk_token_count * (3 if limits.running_limit == 6 else 1),
             prefill_chunk_s=dice.choice((0.0, 0.0001)),
         ),
@@ -150,8 +150,8 @@ def make_setup(dice: random.Random) -> Setup:
 
 
 def draw_quotas(setup: Setup, dice: random.Random) -> QuotaLimits:
-    """Draw each tenant's share of the tiers; most houses have none."""
+    """Draw each tenant's quotas; most servers have none."""
     ram_bytes = dice.choice((0, 0, 0, setup.ram_limit_bytes // 2, setup.ram_limit_bytes // 5))
     blocks = dice.choice((0, 0, 0, 3, 10))
-    # What a block on its way to SSD may take at most is more than it takes there in the end.
+    # A block on its way to SSD counts with more bytes than it takes there in the end.
     return QuotaLimits(ram_bytes, CREDIT_BYTES + blocks * _FILE_BYTES if blocks else 0)

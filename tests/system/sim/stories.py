@@ -1,4 +1,4 @@
-"""Plays stories by seed, in memory where the system offers it: nothing here is about a medium's speed."""
+"""Plays stories by seed, on a memory file system if there is one: no story is about a medium's speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEMORY = Path("/dev/shm")
 
 
 class Story(Protocol):
-    """What happens to a house by one seed."""
+    """All that happens to a server by one seed."""
 
     log: list[str]
 
@@ -28,7 +28,7 @@ class Story(Protocol):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A story's many injected failures are no news; what it has to tell is in its own log."""
+    """Silence the server's log: injected failures are expected, and a story has its own log."""
     logging.disable(logging.CRITICAL)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The simulated disk's power cut: it may undo what was not synced, and nothing that a real one keeps."""
+"""The simulated disk's power cut: it may undo unsynced changes, but nothing that a real disk keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.system.sim.disk import SimDisk
 
 
 def _write(disk: SimDisk, path: Path, data: bytes, *, is_synced: bool) -> None:
-    """Write a file under a partial name and rename it, as a commit does, less the sync of the folder."""
+    """Write a file under a partial name and rename it, as a commit does, but without syncing the folder."""
     partial = f"{path}.partial"
     descriptor = disk.create(partial)
     disk.write(descriptor, [data], offset=0)
@@ -39,8 +39,8 @@ def test_an_unsynced_rename_is_undone(disk: SimDisk) -> None:
 
 
 def test_an_undone_rename_brings_back_the_file_it_replaced(disk: SimDisk) -> None:
-    """Story 1003298: a richer block's folder could not be synced, and the power went. The disk then lost
-    the block that was there before, which no rename does, and the store was called to account for it."""
+    """Story 1003298: a block was replaced by a richer one, its folder could not be synced, and power was
+    lost. The simulated disk then lost the old block too, which no rename does, and blamed the store."""
     path = disk.root / "blocks/a"
     _write(disk, path, b"old", is_synced=True)
     disk.fsync_dir(str(path.parent))

@@ -1,4 +1,4 @@
-"""Faults that scenarios have found, each told alone."""
+"""Faults that scenarios have found, each as a test of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.system.sim.setup import BLOCK, Setup, make_setup
 
 
 class Bench:
-    """A house whose setup a test changes, and requests that are checked when they end."""
+    """A server whose setup a test changes; requests are checked when they end."""
 
     def __init__(self, directory: Path, spec: ModelSpec, **changes: object) -> None:
         self.setup: Setup = dataclasses.replace(
@@ -80,7 +80,7 @@ class Bench:
         return promise
 
     def ask(self, prompt: bytes, *, max_output_tokens: int = 4) -> Finished:
-        """Hand a request in, let everything settle, check the reply and all accounts."""
+        """Submit a request, let everything settle, and check the reply and all accounts."""
         promise = self.submit(prompt, max_output_tokens=max_output_tokens)
         self.served.come_to_rest()
         events = self.served.recorder.events[promise.request.request_id]
@@ -148,7 +148,7 @@ def test_a_block_pinned_while_it_was_to_leave_stays_when_the_disk_does_not_take_
 def test_a_block_pinned_while_it_was_to_leave_outlives_a_full_disk(
     directory: Path, is_written_first: bool
 ) -> None:
-    """Between its row and an order to pin it, the next one on its way may take its place on the disk."""
+    """Between a block's commit and its pin, the next block on its way may replace it on the disk."""
     bench = Bench(
         directory,
         ModelSpec(1, True, 0, False),
@@ -179,8 +179,8 @@ def test_a_block_pinned_while_it_was_to_leave_outlives_a_full_disk(
 def test_a_pin_of_what_leaves_ram_is_refused_where_it_may_be_lost(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on SSD yet, the disk may not take it, and RAM has no room for it: a caller was told that it is
-    pinned, and it was gone."""
+    """The block was not on SSD yet, the disk might not take it, and RAM had no space for it: the caller was
+    told that it is pinned, and then it was gone."""
     monkeypatch.setattr(tenant_quota, "_PINNED_SHARE", 2.0)
     bench = Bench(
         directory,
@@ -195,7 +195,7 @@ def test_a_pin_of_what_leaves_ram_is_refused_where_it_may_be_lost(
         for _ in range(10):
             served.step_engine()
     (leaving,) = served.spilling()
-    # Whatever else there is cannot go for it.
+    # Pin all other blocks, so that none can be evicted for it.
     served.cache.pin([entry for entry in served.cache.tree.in_ram() if entry.hash != leaving], UNTIL_UNPINNED)
     answers: list[CacheAnswer | IcehouseError] = []
     served.mailbox.post(Command(Pin(tuple(b"aaaabbbbc")), answers.append))
@@ -209,7 +209,7 @@ def test_a_pin_of_what_leaves_ram_is_refused_where_it_may_be_lost(
 
 
 def test_a_pin_of_what_left_the_ssd_meanwhile_says_so(directory: Path) -> None:
-    """The storage thread evicts a block while the order to pin it is on its way."""
+    """The storage thread evicts a block before the order to pin it arrives."""
     bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, spill_policy="on_evict")
     bench.ask(b"aaaabbbbc", max_output_tokens=0)
     bench.restart()
@@ -229,7 +229,7 @@ def test_a_pin_of_what_left_the_ssd_meanwhile_says_so(directory: Path) -> None:
 
 
 def test_a_pin_of_what_was_found_damaged_meanwhile_says_so(directory: Path) -> None:
-    """It is there when the storage thread pins it, and a load that was read beside has found it broken."""
+    """The block is there when the storage thread pins it, but a load at the same time finds it damaged."""
     bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, spill_policy="on_evict")
     bench.ask(b"aaaabbbbc", max_output_tokens=0)
     bench.restart()
@@ -263,7 +263,7 @@ def test_a_window_is_not_promised_across_a_block_that_is_gone(directory: Path) -
 
 
 def test_a_pin_right_after_an_order_to_evict_finds_nothing(directory: Path) -> None:
-    """Both orders wait in one mailbox; the blocks are on SSD still, and doomed."""
+    """Both commands wait in the mailbox; the blocks are still on SSD, but about to be removed."""
     bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, spill_policy="on_evict")
     prompt = b"aaaabbbbc"
     bench.ask(prompt, max_output_tokens=0)
@@ -277,7 +277,7 @@ def test_a_pin_right_after_an_order_to_evict_finds_nothing(directory: Path) -> N
 
 
 def test_a_block_computed_and_pinned_again_behind_an_order_to_evict_it_stays(directory: Path) -> None:
-    """It was on its way to SSD when the order came: its row, pinned by then, is removed behind it."""
+    """The block was on its way to SSD when the command came: its row, pinned by then, is removed after it."""
     bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=200, spill_policy="on_evict")
     served = bench.served
     for prompt in (b"aaaabbbbc", b"ccccddddc"):
@@ -347,16 +347,16 @@ def test_pinned_blocks_that_were_to_leave_and_are_used_again_do_not_outgrow_ram(
 def test_a_block_whose_header_could_not_be_read_is_announced_once_a_prompt_brought_its_tokens(
     directory: Path,
 ) -> None:
-    """Where the disk failed there, gateways heard of it and of those behind it at the next listing alone."""
+    """If reading its header failed, gateways learned of it and later blocks only at the next listing."""
     bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100)
     bench.ask(b"aaaab", max_output_tokens=0)
-    # What comes to RAM is announced with its tokens.
+    # Blocks that come to RAM are announced with their tokens.
     bench.setup = dataclasses.replace(bench.setup, ram_limit_bytes=1)
     bench.restart()
     served = bench.served
     watch = EventWatch(served, bench.ledger, random.Random(0))
     for _ in range(2):
-        # The listing, then the question for the tokens of what it named.
+        # The listing, then the question for the tokens of the blocks that it named.
         watch._turn()
         served.step_engine()
     served.disk.fail_in = 1
@@ -372,7 +372,7 @@ def test_a_block_whose_header_could_not_be_read_is_announced_once_a_prompt_broug
 def test_prompts_with_images_go_on_with_the_same_tokens_when_they_were_parked(
     directory: Path, ram_limit_bytes: int
 ) -> None:
-    """One story in thirty comes to it: too few to ask it of those that are played by default."""
+    """Only one story in thirty reaches this: too few for the stories that are played by default."""
     bench = Bench(
         directory,
         ModelSpec(1, True, 0, False),
@@ -389,7 +389,7 @@ def test_prompts_with_images_go_on_with_the_same_tokens_when_they_were_parked(
     ]
     for _ in range(30):
         served.step_engine()
-        # Somebody else takes the memory once two decode, and gives it back.
+        # Another process takes the memory while two decode, and gives it back.
         served.budget.limit_bytes = 300 if len(served.runner.decoding) > 1 else 8_000
     served.budget.limit_bytes = 8_000
     served.come_to_rest()

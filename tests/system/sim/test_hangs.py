@@ -1,4 +1,4 @@
-"""Stories whose disk hangs: reads that never return, a storage thread that does not come back."""
+"""Stories whose disk hangs: reads that never return, a storage thread that stops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.system.sim.stories import play
 
 _STORY_COUNT = 40
 _FIRST_NOTICING = HANGS_SEED + 23
-"""The first story in which a wait without an end is noticed."""
+"""The first story that notices an endless wait."""
 
 
 def test_stories_whose_disk_hangs() -> None:

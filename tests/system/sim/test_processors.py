@@ -1,4 +1,4 @@
-"""A story is the same on every processor: BLAS, NumPy and libm each have code of their own for each kind."""
+"""A story is the same on every processor, although BLAS, NumPy and libm have other code for each kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.system.sim.scenario import IMAGES_SEED
 
 _SEEDS = (1, 18, 20, 22, IMAGES_SEED + 9, IMAGES_SEED + 14)
-"""Some of those that went another way on another processor while BLAS solved what a pass costs."""
+"""Some stories that differed between processors when BLAS still fitted the cost of a pass."""
 _TELL = """
 import sys
 from tests.system.sim.stories import play
@@ -34,11 +34,11 @@ for made in (
     print(zlib.crc32(made.tobytes()))
 """
 _WHAT = ("BLAS", "NumPy", "libm")
-"""Whose bits each line of that shows."""
+"""The library whose bits each line of its output shows."""
 
 
 def _older() -> Mapping[str, str]:
-    """Return what makes each of the three work as on a processor of 2011, where it has code for several."""
+    """Return variables that make each library work as on a processor of 2011, if it has code for several."""
     chosen = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     return {
         "OPENBLAS_CORETYPE": "ARMV8" if platform.machine() in ("arm64", "aarch64") else "Sandybridge",

@@ -1,4 +1,4 @@
-"""Stories of two servers before an object store that is slow, forgets, fails and lies."""
+"""Stories of two servers that share an object store which is slow, forgets, fails and lies."""
 
 from __future__ import annotations
 

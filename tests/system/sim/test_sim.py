@@ -1,8 +1,8 @@
 """Hundreds of seeded stories, thousands in `make test-slow`, a hundred times SIM_CHUNKS.
 
-A story takes some 0.1 s of one core. Each break of `test_teeth.py` is noticed by one of the first 300, most
-by one of the first ten, and all but two by one of the first 100 of its kind. So 120 are played here, and some
-of each other kind, which prove the same and something besides. Thousands look for what nobody has thought of.
+A story takes some 0.1 s of one core. Each break of `test_teeth.py` is noticed within the first 300 stories,
+most within ten, and all but two within the first 100 of their kind. So 120 are played here, and some of each
+other kind, which test the same and more. Thousands of stories look for faults that nobody has thought of.
 
 ICEHOUSE_SIM_SEED=n plays one of them and prints what happened in it.
 """
@@ -41,7 +41,7 @@ _ONE = os.environ.get("ICEHOUSE_SIM_SEED")
 
 @pytest.fixture(scope="module")
 def coverage() -> Iterator[Coverage]:
-    """Of all stories that this process plays, of whatever kind."""
+    """Coverage of all stories that this process plays, of whatever kind."""
     coverage = Coverage(ONE_IN)
     yield coverage
     coverage.check()
@@ -61,7 +61,7 @@ def test_stories(chunk: int, coverage: Coverage) -> None:
     assert seen["restart"] > 0
 
 
-# What such stories alone come to is asked of fourteen times as many as it takes one, by `coverage.py`.
+# `coverage.py` demands the events of each kind once fourteen times as many stories have run as one takes.
 
 
 def test_stories_in_which_removals_come_in_pieces(coverage: Coverage) -> None:

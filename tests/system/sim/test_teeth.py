@@ -1,4 +1,4 @@
-"""Breaks the house on purpose, one thing at a time: some story must notice each."""
+"""Breaks the server on purpose, one thing at a time: some story must notice each break."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def trust_every_region(patch: pytest.MonkeyPatch) -> None:
 
 
 def check_planes_after_compression(patch: pytest.MonkeyPatch) -> None:
-    """Take the checksum of what was compressed where that of the tensors is due."""
+    """Use the checksum of the compressed bytes instead of that of the tensors."""
     real = plane_region.PlaneOutput.groups
 
     def groups(self):
@@ -190,7 +190,7 @@ def check_planes_after_compression(patch: pytest.MonkeyPatch) -> None:
 
 
 def trust_planes_that_decode_wrongly(patch: pytest.MonkeyPatch) -> None:
-    """Take the planes of numbers of 64 bits in the wrong order, and believe the result."""
+    """Take the planes of 64-bit numbers in the wrong order, and trust the result."""
     real = planes.PlaneDecoder.decode
 
     def decode(self, sizes, stored, target, *, width):
@@ -208,7 +208,7 @@ def unlink_before_the_row(patch: pytest.MonkeyPatch) -> None:
     def remove(self, records):
         for record in records:
             if self.files.crash_in is not None:
-                # By chance the power goes just here once in thousands of stories.
+                # By chance power is lost just here only once in thousands of stories.
                 self.files.crash_in, self.files.crashes_before = 1, False
             with contextlib.suppress(FileNotFoundError):
                 self.files.unlink(self.paths.block(record.fingerprint, record.hash))
@@ -493,7 +493,7 @@ def adopt_what_was_altered(patch: pytest.MonkeyPatch) -> None:
 
 
 def trust_what_the_store_sends(patch: pytest.MonkeyPatch) -> None:
-    """Read heads alone of what is fetched: a wrong byte is found at the load, in a block that was sound."""
+    """Check only the heads of fetched blocks: a load then finds a wrong byte in a block called sound."""
 
     def sound(self, path, name):
         with opened(Files(), path) as descriptor:

@@ -1,4 +1,4 @@
-"""Capture: what of a block is kept, and where a prefill stops to keep more. Pure functions."""
+"""Capture: which regions of a block are kept, and where a prefill stops for checkpoints."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSett
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 
 _LEAST_GAP = 64
-"""Tokens from where a prefill begins to a border: before fewer, what is there serves as well."""
+"""Least tokens from where a prefill begins to a border: a nearer checkpoint would save too little."""
 
 
 def captured_kinds(
     settings: PrefixSettings, facts: CacheFacts, sequence: Sequence, *, stop: int, reached: int
 ) -> list[RegionKind]:
     """Return the kinds of regions, in file order, that can still be cut for a block of this sequence that
-    ends at `stop`. Its caches have `reached` a token at or behind that; guesses may be among them."""
+    ends at `stop`. Its caches have `reached` that token or a later one; guesses may be among them."""
     size = settings.block_token_count
     kinds = [RegionKind.KV] if facts.has_kv else []
-    # Windows hold all of the prompt's last chunk; behind it they lose a token for each new one.
+    # Windows hold all of the prompt's last chunk; after it they lose a token for each new one.
     passed = reached - stop if reached > sequence.prefill_target else 0
     if facts.holds_window(size, passed_token_count=passed):
         kinds.append(RegionKind.WINDOW)
     if facts.needs_checkpoint and stop == reached:
-        # At the prompt's last full block, at its end, where the sequence ends, at borders of messages, and at
-        # intervals.
+        # Kept at the prompt's last full block, at its end, where the sequence ends, at borders of messages,
+        # and at intervals.
         is_last_full = stop == sequence.prefill_target // size * size
         is_end = stop % size != 0 or stop == sequence.prefill_target
         is_border = stop in sequence.border_points
@@ -34,7 +34,7 @@ def captured_kinds(
 
 
 def stop_at_borders(sequence: Sequence, facts: CacheFacts) -> None:
-    """Have a sequence's prefill stop for checkpoints at the borders of messages, if the model needs them."""
+    """Have a sequence's prefill stop at borders of messages, if the model needs checkpoints there."""
     if facts.needs_checkpoint:
         first, borders = sequence.processed_token_count + _LEAST_GAP, sequence.request.border_token_indices
         sequence.border_points = tuple(i for i in borders if first <= i < sequence.prefill_target)

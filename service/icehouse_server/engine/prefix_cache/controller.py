@@ -1,7 +1,7 @@
-"""Cache controller in the engine's loop: it plans prompts, has blocks read from SSD, and rebuilds caches.
+"""Cache controller in the engine's loop: it plans prompts, loads blocks from SSD, and rebuilds caches.
 
-Inference thread only. Every failure of a restore ends in a new plan without the block that failed, and at
-last in prefilling: damage is a miss, never a caller's error.
+Inference thread only. After a failed restore the prompt is planned again without the failed block, and in
+the end prefilled: damage is a miss, never a caller's error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from icehouse_server.storage.api import (
 )
 
 _ATTEMPT_LIMIT = 3
-"""Plans tried for one prompt before it is prefilled whatever the tree says."""
+"""Plans tried for one prompt; after these it is prefilled even if the tree has a match."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,18 +48,18 @@ class Restore:
     began_time: float
     plan: Plan
     spent_s: float = 0.0
-    """Work of the inference thread on it, without the time between."""
+    """Time that the inference thread worked on it, without the time between."""
     attempt_count: int = 1
     has_failed: bool = False
     needs_plan: bool = False
     """Whether its load has failed, so that the plan is void."""
     with_ssd: bool = True
-    """False once the read queue was full or memory short: the next plan uses RAM alone."""
+    """False after the read queue was full or memory short: the next plan uses RAM alone."""
     kv_memory: KvTarget | None = None
-    """Where kv on SSD is read to, if it is to be in pages."""
+    """Pages that kv is read into from SSD; None for a model whose kv is not in pages."""
     loaded: Loaded | None = None
     read: dict[BlockHash, dict[RegionKind, Region]] = dataclasses.field(default_factory=dict)
-    """What was read from SSD, on the device."""
+    """Regions that were read from SSD, on the device."""
     is_begun: bool = False
 
     @property
@@ -68,14 +68,14 @@ class Restore:
         return bool(self.plan.to_load) and self.loaded is None
 
     def plan_again(self, plan: Plan) -> None:
-        """Start over with another plan, without what was read for the last one."""
+        """Start over with another plan; drop what was read for the last one."""
         self.attempt_count += 1
         self.plan, self.loaded, self.is_begun, self.needs_plan = plan, None, False, False
         self.read = {}
         self.release_memory()
 
     def reserve_memory(self, runner: CacheRunner, *, shares_blocks: bool) -> bool:
-        """Reserve pages for the kv on SSD, where it is to be in pages; False without enough of them."""
+        """Reserve pages for the kv on SSD if blocks share pages; False without enough of them."""
         wanted = [block for block in self.plan.to_load if RegionKind.KV in block.regions]
         if wanted and shares_blocks:
             self.kv_memory = runner.begin_load(wanted)
@@ -90,7 +90,7 @@ class Restore:
         self.sequence.loading_token_count = 0
 
     def make_input(self, runner: CacheRunner) -> RestoreInput:
-        """Put together what RAM has and what was read from SSD."""
+        """Combine the regions in RAM with those read from SSD."""
         if self.loaded is not None:
             self.read = self._on_device(self.loaded, runner)
         blocks = (
@@ -113,9 +113,9 @@ class Restore:
 
 
 class CacheController:
-    """Takes a sequence from its prompt to its caches, and its computed blocks to the cache.
+    """Restores a sequence's caches from cached blocks, and captures the blocks that it computes.
 
-    Others on the inference thread may use `cache` itself, and give commands to `commands`.
+    Others on the inference thread may use `cache` itself, and submit commands to `commands`.
     """
 
     def __init__(
@@ -127,16 +127,16 @@ class CacheController:
         self._runner = runner
         self._clock = clock
         self.adopt_budget_s = adopt_budget_s
-        """Least time of a step for rebuilding caches from loaded blocks."""
+        """Least time in a step for rebuilding caches from loaded blocks."""
         self._restores: dict[SequenceId, Restore] = {}
         self._ready: list[Sequence] = []
-        """Sequences whose wait for SSD has ended, since they were last taken."""
+        """Sequences whose wait for SSD has ended since the last `take_ready`."""
         self._inquired: set[SequenceId] = set()
-        """Sequences that wait, or have waited, for what their plan needs to know, until they are planned."""
+        """Sequences not planned yet that wait, or have waited, for facts that their plan needs."""
         self.lacks_memory = False
         """Whether a request waits for memory, as the loop saw it last."""
         self._waits_for_inventory = True
-        """False once a prompt has waited too long for the first inventory: no other waits for it then."""
+        """False once a prompt has waited too long for the first inventory: later ones do not wait for it."""
         self._shared = SharedPrefixes(cache)
         self._in_flight = InFlightPrefixes(
             cache.settings,
@@ -149,7 +149,7 @@ class CacheController:
 
     @property
     def cuts_before_last_token(self) -> bool:
-        """Whether prefill must stop before the last token, as some caches can only be cut as they are."""
+        """Whether prefill must stop before the last token, since some caches can only be cut at their end."""
         facts, block = self.cache.facts, self.cache.settings.block_token_count
         if not self.cache.is_supported:
             return False
@@ -157,8 +157,8 @@ class CacheController:
         return facts.needs_checkpoint or (has_window and not facts.holds_window(block, passed_token_count=1))
 
     def begin(self, sequence: Sequence) -> Phase:
-        """Plan a prompt. FOLLOWING when another sequence computes what it shares, LOADING when more must be
-        known first, RESTORING when something is reused, PREFILLING when nothing is."""
+        """Plan a prompt. FOLLOWING if another sequence is computing a shared prefix, LOADING if more must be
+        known first, RESTORING if something is reused, PREFILLING if nothing is."""
         restore = self._restores.get(sequence.sequence_id)
         if self.cache.may_read(sequence):
             if self._waits_for_leader(sequence):
@@ -180,7 +180,7 @@ class CacheController:
         return Phase.RESTORING
 
     def _waits_to_plan(self, sequence: Sequence) -> bool:
-        """Let a prompt wait once for what its plan needs to know."""
+        """Whether a prompt has to wait for facts that its plan needs; it waits only once."""
         if sequence.sequence_id in self._inquired:
             self._inquired.discard(sequence.sequence_id)
             return False
@@ -190,10 +190,10 @@ class CacheController:
         return True
 
     def _inquire(self, sequence: Sequence) -> Steps[None]:
-        """Ask for the first inventory, for blocks of other servers, and for headers."""
+        """Wait for the first inventory, for blocks from other servers, and for headers."""
         token_count = len(sequence.input_token_ids)
         if self.cache.is_inventory_due and self._waits_for_inventory:
-            # The model was loaded before the directory was read: a moment now can save a whole prefill.
+            # The model was loaded before the directory was read: a short wait can save a whole prefill.
             outcome = yield Awaited(self._waits.inventory, token_count)
             if outcome is not None and outcome.cause is Trouble.LOST:
                 return  # the engine ends
@@ -204,7 +204,7 @@ class CacheController:
             self._ready.append(sequence)
 
     def _waits_for_leader(self, sequence: Sequence) -> bool:
-        """Let a sequence wait for what another one computes; of one that draws, cut the tail now instead."""
+        """Whether a sequence waits for a leader's blocks; of a leader that decodes, cut the tail instead."""
         shared = self._in_flight.shared(sequence, self.cache.quotas.root(sequence.request.scope))
         if shared is None:
             return False
@@ -217,7 +217,7 @@ class CacheController:
         return True
 
     def _begin_empty(self, sequence: Sequence, limit: ReuseLimit) -> None:
-        """Reuse nothing: report the failed attempt, if there was one, and start the chain anew."""
+        """Reuse nothing: report the failed restore, if there was one, and start an empty chain."""
         restore = self._restores.pop(sequence.sequence_id, None)
         sequence.loading_token_count = 0
         report = CacheReport(limit=limit)
@@ -233,9 +233,9 @@ class CacheController:
         return restore is not None and restore.is_unread
 
     def continue_restore(self, sequence: Sequence, *, budget_s: float) -> Phase:
-        """Rebuild caches for about `budget_s`: RESTORING when more is left, LOADING when blocks must come
-        from SSD first, PREFILLING when the caches are complete, WAITING when the blocks turned out unusable
-        and the prompt is to be planned again."""
+        """Rebuild caches for about `budget_s`: RESTORING if more is left, LOADING if blocks must be read from
+        SSD first, PREFILLING if the caches are complete, WAITING if the blocks turned out unusable and the
+        prompt must be planned again."""
         restore = self._restores.get(sequence.sequence_id)
         if restore is None or restore.needs_plan:
             return Phase.WAITING
@@ -248,7 +248,7 @@ class CacheController:
                 self._runner.begin_restore(sequence.sequence_id, restore.make_input(self._runner))
             is_complete = self._runner.continue_restore(sequence.sequence_id, budget_s=budget_s)
         except StorageError:
-            # The blocks do not make a cache. Any of them may be wrong, so none of this chain is used again.
+            # The blocks do not form a cache. Any of them may be wrong, so the whole chain is removed.
             restore.has_failed = True
             self.cache.restores.failed_restore_total += 1
             self.cache.remove(restore.plan.nodes)
@@ -276,7 +276,7 @@ class CacheController:
         return Phase.LOADING
 
     def _reserve_memory(self, restore: Restore) -> bool:
-        """Reserve memory to read to, evicting blocks from RAM where necessary; False without enough."""
+        """Reserve memory to read into, evicting blocks from RAM if necessary; False without enough."""
         reserve = partial(restore.reserve_memory, self._runner, shares_blocks=self.cache.facts.shares_blocks)
         return reserve() or (self.yield_ram(restore.plan.ssd_bytes) > 0 and reserve())
 
@@ -295,8 +295,8 @@ class CacheController:
             self._ready.append(restore.sequence)
 
     def _load_failed(self, restore: Restore, failure: Failure) -> None:
-        """Prepare for a plan without the block that is damaged, or without SSD where it does not answer or
-        memory is short. In the latter case the block is still there, but not tried again at once."""
+        """Prepare for a plan without the damaged block, or without SSD if that does not answer or memory is
+        short. When memory is short the block stays known, but is not tried again at once."""
         restore.release_memory()
         self.cache.restores.failed_load_total += 1
         restore.with_ssd &= failure.cause not in (Damage.MEMORY, Trouble.TIMED_OUT)
@@ -304,7 +304,7 @@ class CacheController:
             self.cache.tree.forget_stored(failure.hash)
 
     def _adopted(self, restore: Restore) -> None:
-        """Let the sequence begin with its rebuilt caches."""
+        """Record the finished restore: the sequence continues from its rebuilt caches."""
         sequence, plan = restore.sequence, restore.plan
         restore_s = self._clock.monotonic() - restore.began_time
         self.cache.rates.note_adopt(plan.token_count / max(restore.spent_s, 1e-9))
@@ -323,8 +323,8 @@ class CacheController:
                 self._promote(restore)
 
     def _promote(self, restore: Restore) -> None:
-        """Put blocks from SSD into RAM, where the next request looks first: at once a warm-up's, and those
-        that others wait for or that there is space for; the others, which evict, one with each token."""
+        """Put blocks read from SSD into RAM, where the next request looks first. Done at once for a warm-up,
+        for blocks that others wait for, and while there is space; the rest evicts, so one with each token."""
         sequence = restore.sequence
         is_awaited = self._in_flight.has_followers(sequence)
         for node in restore.plan.nodes:
@@ -337,8 +337,8 @@ class CacheController:
             self._promote_next(sequence)
 
     def _promote_all(self, restore: Restore) -> None:
-        """Put what a warm-up read into RAM, as far from its beginning as that fits. No block goes for it that
-        a sequence uses, which would free no memory."""
+        """Put the blocks that a warm-up read into RAM, from its beginning as far as they fit. Blocks that a
+        sequence uses are not evicted: that would free no memory."""
         sequence, in_use = restore.sequence, self._in_use
         while sequence.unpromoted:
             self._promote_next(sequence, protected=in_use)
@@ -354,7 +354,7 @@ class CacheController:
     # What the SSD tier reports.
 
     def receive(self, outcome: Outcome) -> None:
-        """Process a report of the SSD tier."""
+        """Process a report from the SSD tier."""
         if isinstance(outcome, Ticket):
             self._waits.complete(outcome)
         elif isinstance(outcome, Inventory):
@@ -365,26 +365,25 @@ class CacheController:
             for name in outcome.hashes:
                 self.cache.tree.forget_stored(name)
         else:
-            # Nothing more comes from SSD: sequences that wait for it are planned again without it.
+            # The SSD tier is lost: sequences that wait for it are planned again without it.
             self.cache.lose_storage()
             self._waits.lose_storage()
 
     def leave_cores(self, *, to_decode: bool) -> None:
-        """Have loads use little of the cores while rows decode at an even rate, or else all that they can."""
+        """Limit loads to a small share of the cores while rows decode evenly; otherwise let them use all."""
         if self.cache.storage is not None:
             self.cache.storage.leave_cores(to_decode=to_decode)
 
     # What a sequence computes.
 
     def lead(self, sequence: Sequence) -> None:
-        """Record that a sequence computes the rest of its input now, so that others may wait for it."""
+        """Record that a sequence starts to compute the rest of its input, so that others may wait for it."""
         if self.cache.may_write(sequence):
             stop_at_borders(sequence, self.cache.facts)
             self._in_flight.lead(sequence, self.cache.quotas.root(sequence.request.scope))
 
     def take_ready(self) -> list[Sequence]:
-        """Return the sequences whose wait for the SSD tier or for another one's blocks has ended; some may
-        have ended themselves."""
+        """Return the sequences whose wait for the SSD tier or a leader is over; some may have ended since."""
         ready = [*self._ready, *self._in_flight.take_ready()]
         self._ready.clear()
         return ready
@@ -396,10 +395,10 @@ class CacheController:
         return is_due and self.cache.may_write(sequence)
 
     def capture_input(self, sequence: Sequence) -> None:
-        """Capture the blocks of its input that are complete now, and the tail at its end.
+        """Capture the complete blocks of the input, and at its end the tail.
 
-        Where the tail can also be cut later, only if somebody waits for it: it stays in the caches of the
-        sequence, which goes on to draw, and becomes a part of its next block.
+        A tail that can also be cut later is captured now only if somebody waits for it: it stays in the
+        caches while the sequence decodes, and becomes part of the next block.
         """
         self._capture(sequence, sequence.processed_token_count)
         if sequence.is_prefilled and (
@@ -408,17 +407,17 @@ class CacheController:
             self._cut_tail(sequence, sequence.processed_token_count)
 
     def capture(self, sequence: Sequence, *, is_end: bool) -> None:
-        """Capture the complete blocks of a sequence that draws; with `is_end` the tail too."""
+        """Capture the complete blocks of a decoding sequence; with `is_end` the tail too."""
         reached = sequence.kv_token_count
         has_completed = self._capture(sequence, reached)
         if is_end:
             self._cut_tail(sequence, reached)
         elif has_completed:
-            self._in_flight.withdraw(sequence)  # the tail of its input is in that block
+            self._in_flight.withdraw(sequence)  # that block contains the tail of its input
 
     def _capture(self, sequence: Sequence, reached: int) -> bool:
-        """Capture the complete blocks, and a tail where one was asked for; return whether there was any."""
-        if sequence.unpromoted and len(sequence.output_token_ids) > 1:  # its caller waits for the first one
+        """Capture the complete blocks, and a tail if one is wanted here; return whether there was any."""
+        if sequence.unpromoted and len(sequence.output_token_ids) > 1:  # the first token goes first
             self._promote_next(sequence)
         is_point = reached in sequence.capture_points
         if is_point:
@@ -428,12 +427,12 @@ class CacheController:
         return bool(names)
 
     def _cut_tail(self, sequence: Sequence, reached: int) -> None:
-        """Capture all tokens of a sequence, whose caches have `reached`; its followers are ready."""
+        """Capture all tokens up to `reached`, the tail included; the sequence's followers are then ready."""
         self._in_flight.complete(self.cache.capture(sequence, reached, is_end=True))
         self._in_flight.withdraw(sequence)
 
     def _can_cut_tail_later(self, sequence: Sequence) -> bool:
-        """Whether the caches of a sequence retain the tail of its input for as long as it draws."""
+        """Whether the caches of a sequence retain the tail of its input for as long as it decodes."""
         facts = self.cache.facts
         is_append_only = facts.has_kv and facts.cuttable_inside and not facts.window_token_count
         return is_append_only and sequence.input_end > sequence.prefill_target
@@ -441,7 +440,7 @@ class CacheController:
     # The end of a sequence.
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence has ended or was parked: nobody waits for its blocks any more."""
+        """Forget a sequence that has ended or was parked: its followers are ready."""
         self.cache.used_by.pop(sequence.sequence_id, None)
         sequence.unpromoted.clear()
         self._in_flight.forget(sequence)
@@ -455,7 +454,7 @@ class CacheController:
         if sequence.phase is Phase.PREFILLING or (is_decoding and sequence.output_token_ids):
             self.cache.capture(sequence, sequence.kv_token_count, is_end=True)
         elif is_decoding and self._can_cut_tail_later(sequence):
-            self.cache.capture(sequence, sequence.prefill_target, is_end=True)  # its token is not known
+            self.cache.capture(sequence, sequence.prefill_target, is_end=True)  # its first token is unknown
 
     def discard(self, sequence: Sequence) -> None:
         """Remove all blocks that a decoding sequence computed or began with: its logits are not finite."""
@@ -468,7 +467,7 @@ class CacheController:
     def yield_ram(self, size_bytes: int, *, protected: Hashes = (), is_urgent: bool = True) -> int:
         """Release blocks in RAM that no sequence uses; return the bytes that are free now.
 
-        Urgent, they are dropped; else those that the SSD tier takes are free once they are written.
+        With `is_urgent` they are dropped; otherwise blocks that the SSD tier takes are free once written.
         """
         protected = {*protected, *self._in_use}
         return self.cache.ram.yield_bytes(size_bytes, protected=protected, by_spilling=not is_urgent)
@@ -479,12 +478,12 @@ class CacheController:
 
     @property
     def is_writing(self) -> bool:
-        """Whether blocks are on their way to SSD and may leave RAM once they are there."""
+        """Whether blocks are on their way to SSD, and may leave RAM once written."""
         return self.cache.spills.under_way_count > 0 and not self._waits.is_stalled
 
     def write_blocks(self, *, has_run: bool, decodes: bool) -> None:
-        """Send blocks to SSD if the disk is idle, and hand over all that is copied by now. It is the end of a
-        step in which a pass `has_run`; only a step without one waits for copies."""
+        """Send blocks to SSD if the disk is idle, and hand over those copied by now. Called at the end of a
+        step, with whether a pass `has_run` in it; only a step without one waits for copies."""
         beside = Beside.DECODE if decodes else Beside.PREFILL
         if not self.cache.is_inventory_due:
             self.cache.behind.offer(

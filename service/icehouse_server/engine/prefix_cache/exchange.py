@@ -1,8 +1,8 @@
-"""Exchange: blocks that leave this cache as bytes, and blocks of the same model that come from elsewhere.
+"""Exchange: export of blocks as bytes, and import of blocks of the same model from elsewhere.
 
-Inference thread only; it reads and writes no file. A block leaves by a load to host memory, and comes by the
-queue that spills go through: so names, keys, limits and the order of a commit are those of every other block.
-Whoever asks has one block under way at a time, which bounds the memory.
+Inference thread only; it reads and writes no file. An export loads a block to host memory; an import goes
+through the queue of the spills. So names, keys, limits and the order of a commit are those of every other
+block. A caller has one block under way at a time, which bounds the memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CacheExchange:
         self._block_limit_bytes = 0 if cache.storage is None else cache.storage.block_limit_bytes
 
     def answer(self, command: ExchangeCommand) -> Steps[CacheAnswer]:
-        """Answer a command. Raises what refuses it."""
+        """Answer a command. Raises IcehouseError if it is refused."""
         if not self._cache.spills.is_on:
             raise IcehouseError(
                 Reason.CACHE_UNSUPPORTED,
@@ -84,10 +84,10 @@ class CacheExchange:
         return ExportBlocks(tuple(blocks.values()), cache.settings.block_token_count)
 
     def _read(self, name: BlockHash) -> Steps[BlockContent]:
-        """Read a block; one that RAM alone has is written first, once."""
+        """Read a block from SSD; a block in RAM alone is written there first."""
         node, spills = self._node(name), self._cache.spills
         if not node.is_safe:
-            # A block that cannot be sent now may be once the queue is empty.
+            # If it cannot be sent now, it may be once the queue is empty.
             if not node.is_spilling:
                 spills.send(node, request_id=None)
             yield from _done(spills.settle((name,)))
@@ -115,7 +115,7 @@ class CacheExchange:
         return node
 
     def _adopt(self, command: AdoptBlock) -> Steps[Adoption]:
-        """Write a block that comes; where the queue is full, once it is empty."""
+        """Write an imported block to SSD; if the queue is full, once it has drained."""
         roots = self._cache.quotas.roots_of(command.tenant)
         root = next((name for name, digest in roots.items() if digest == command.adapter), None)
         parent = command.parent or root
@@ -146,7 +146,7 @@ class CacheExchange:
     def _refusal_of(
         self, command: AdoptBlock, root: BlockHash, parent: BlockHash, size_bytes: int
     ) -> AdoptionRefusal | None:
-        """Return why a block that is not here may not come. Nothing is removed for it."""
+        """Return why a new block must not be imported, None if it may. Nothing is evicted for it."""
         settings, tree = self._cache.settings, self._tree
         above = tree.get(parent)
         begins_at = 0 if parent == root else above and above.end_token_index
@@ -177,7 +177,7 @@ class CacheExchange:
 
 
 def _done(ticket: Ticket[_Result] | None, *, token_count: int | None = None) -> Steps[_Result]:
-    """Wait for a ticket and return its result; raises why it failed, or why there is none."""
+    """Wait for a ticket and return its result. Raises NotFound for a damaged block, else Overloaded."""
     if ticket is None:
         raise _busy("the SSD tier has too much queued")
     outcome: Any = yield Awaited(ticket, token_count)

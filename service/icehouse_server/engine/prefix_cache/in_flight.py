@@ -1,13 +1,12 @@
 """In-flight prefixes: tokens that a running prefill will complete, so that others wait instead of computing.
 
-Inference thread only. A prefill leads with every block of its input that is still to come, the tail at its
-end among them. A request whose prompt begins like it follows: it waits until the last block it shares is
-captured, or the leader ends, and is planned then. Where the two diverge inside a block, the leader is asked
-to stop and to leave a tail just there (`Sequence.capture_points`), so that the follower computes only the
-rest.
+Inference thread only. A prefill leads every block of its input that it has yet to compute, the tail
+included. A request whose prompt begins like it follows: it waits until the last block that both share is
+captured, or the leader ends, and is then planned. Where the two diverge inside a block, the leader is asked
+to stop there and capture a tail (`Sequence.capture_points`), so that the follower computes only the rest.
 
-A leader that draws may have left the tail of its input in its own caches (`CacheController.capture_input`).
-That is computed but not captured yet: nobody waits for it, and a request that shares it has it cut.
+A leader that decodes may still hold the tail of its input in its own caches, computed but not captured
+(`CacheController.capture_input`). Nobody waits for such a tail; it is cut as soon as a request shares it.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from icehouse_server.engine.prefix_cache.tiers.matching import common_prefix
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 
 _FOLLOW_LIMIT = 3
-"""Leaders one request follows at most, one after the other."""
+"""Leaders that one request follows at most, one after the other."""
 _CANDIDATE_LIMIT = 16
-"""Leaders with the same blocks so far that a prompt is compared with inside the next one."""
+"""Led blocks with the same parent that a prompt's block is compared with token by token."""
 _CAPTURE_POINT_LIMIT = 8
 """Tails that one leader leaves for others; each ends a chunk."""
 _LEAST_TAIL_SHARE = 4
-"""A tail shorter than a block divided by this is computed sooner than waited for."""
+"""Waiting for a tail shorter than a block divided by this takes longer than computing it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Block:
-    """A block, or the tail, of the input of a sequence; a leader will complete it."""
+    """A block, or the tail, of a sequence's input. A leader's blocks are those that it will complete."""
 
     sequence: Sequence
     parent: BlockHash
@@ -59,7 +58,7 @@ class SharedPrefix:
 
 
 class InFlightPrefixes:
-    """The leaders, their blocks, and the followers that wait for these."""
+    """The blocks that leaders will complete, and the followers that wait for them."""
 
     def __init__(
         self,
@@ -73,18 +72,18 @@ class InFlightPrefixes:
         self._settings = settings
         self._name_of = name_of
         self._can_share = can_share
-        """Whether another prompt can start at any block; else only an equal one, at the end."""
+        """Whether another prompt can start after any block; otherwise only an equal one, at the end."""
         self._can_cut_inside = can_cut_inside
         """Whether another prompt can start inside a block."""
         self._led: dict[BlockHash, _Block] = {}
         self._led_below: dict[BlockHash, dict[BlockHash, _Block]] = {}
-        """The same by parent, without the tails that are left for others."""
+        """The same by parent, without the tails at capture points."""
         self._followers: dict[BlockHash, list[Sequence]] = {}
         self._follow_counts: Counter[SequenceId] = Counter()
         self._ready: list[Sequence] = []
 
     def lead(self, sequence: Sequence, root: BlockHash) -> None:
-        """Record that a sequence computes the blocks of its input that are not there yet."""
+        """Record that a sequence will compute the blocks of its input that it has not reused."""
         # Computing short inputs takes less time than waiting for them.
         if sequence.is_prefilled or sequence.prefill_target < self._settings.min_reuse_token_count:
             return
@@ -95,7 +94,7 @@ class InFlightPrefixes:
                 self._led_below.setdefault(block.parent, {})[block.name] = block
 
     def lead_load(self, sequence: Sequence, names: ReadSequence[BlockHash]) -> None:
-        """Record that a sequence reads these blocks from SSD, and promotes them if others follow."""
+        """Record that a sequence reads these blocks from SSD; it promotes them if others follow."""
         for name in names:
             if name not in self._led:
                 self._led[name] = _Block(sequence, name, name, 0, 0)
@@ -105,7 +104,7 @@ class InFlightPrefixes:
         return any(self._followers.get(name) for name in self._led_by(sequence))
 
     def shared(self, sequence: Sequence, root: BlockHash) -> SharedPrefix | None:
-        """Return the beginning that another sequence computes; None for who has waited often enough."""
+        """Return the beginning that another sequence computes; None after `_FOLLOW_LIMIT` waits."""
         if not self._led or self._follow_counts[sequence.sequence_id] >= _FOLLOW_LIMIT:
             return None
         blocks = self._blocks(sequence, root)
@@ -119,12 +118,12 @@ class InFlightPrefixes:
         return None
 
     def follow(self, sequence: Sequence, shared: SharedPrefix) -> None:
-        """Have a sequence wait for the last token it shares."""
+        """Have a sequence wait for the last block that it shares."""
         self._followers.setdefault(shared.block, []).append(sequence)
         self._follow_counts[sequence.sequence_id] += 1
 
     def complete(self, names: ReadSequence[BlockHash]) -> None:
-        """Record that blocks were completed; the sequences that wait for them are ready."""
+        """Record that blocks were completed: the sequences that wait for them are ready."""
         for name in names:
             block = self._led.pop(name, None)
             siblings = self._led_below.get(block.parent) if block is not None else None
@@ -135,12 +134,12 @@ class InFlightPrefixes:
             self._ready += self._followers.pop(name, [])
 
     def withdraw(self, sequence: Sequence) -> None:
-        """The leader stops: its followers are ready, with what there is."""
+        """Record that a leader stops: its followers are ready, with the blocks captured so far."""
         self.complete(self._led_by(sequence))
         sequence.capture_points.clear()
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence ended: it leads and follows nobody."""
+        """Record that a sequence ended: it leads and follows nobody."""
         self.withdraw(sequence)
         self._follow_counts.pop(sequence.sequence_id, None)
         for waiting in self._followers.values():
@@ -157,8 +156,8 @@ class InFlightPrefixes:
         return [name for name, block in self._led.items() if block.sequence is sequence]
 
     def _shared_inside(self, block: _Block) -> SharedPrefix | None:
-        """Return the block to wait for where a block of a prompt begins like one that is led: a tail that the
-        leader will leave there, or the whole block where the leader is past that point."""
+        """Return the block to wait for if a block of a prompt begins like a led one: the tail that the leader
+        will capture where they diverge, or the whole block if the leader is past that point."""
         candidates = itertools.islice(self._led_below.get(block.parent, {}).values(), _CANDIDATE_LIMIT)
         counted = [(common_prefix(led.token_ids, block.token_ids), led) for led in candidates]
         if not counted:
@@ -178,12 +177,12 @@ class InFlightPrefixes:
                 return SharedPrefix(leader, led.name, point) if self._can_cut_inside else None
             leader.capture_points.append(point)
         if tail not in self._led:
-            # New, or left before by another leader: its followers must also be ready when this one ends.
+            # New, or captured by an earlier leader: followers must also be ready when this leader ends.
             self._led[tail] = _Block(leader, led.parent, tail, led.start, point)
         return SharedPrefix(leader, tail, point)
 
     def _blocks(self, sequence: Sequence, root: BlockHash) -> list[_Block]:
-        """Return the blocks before the last input token, the tail's last."""
+        """Return the blocks of the input before its last token, in order, the tail last."""
         stop, size = sequence.prefill_target, self._settings.block_token_count
         blocks: list[_Block] = []
         for start in range(0, stop, size):

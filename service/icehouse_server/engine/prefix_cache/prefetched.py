@@ -1,4 +1,4 @@
-"""Prefetched tokens: what was computed ahead of requests, and how much of it a request began with.
+"""Prefetched tokens: how many were computed ahead of requests, and how many of them a request reused.
 
 Inference thread only, pure data, no mlx.
 """
@@ -14,7 +14,7 @@ from icehouse_server.engine.prefix_cache.tiers.node import Node
 
 
 class PrefetchedTokens:
-    """Counts them. `Node.prefetched_token_count` says which tokens no request has begun with yet."""
+    """Counts them. `Node.prefetched_token_count` says which tokens no request has reused yet."""
 
     def __init__(self, *, has_kv: bool) -> None:
         """Without kv regions one block stands for everything before it."""
@@ -28,7 +28,7 @@ class PrefetchedTokens:
             node.prefetched_token_count = min(node.token_count, computed) if self._has_kv else computed
 
     def note_use(self, sequence: Sequence, plan: Plan) -> None:
-        """Record that a sequence begins with what a plan reuses."""
+        """Record that a sequence reuses the blocks of a plan."""
         if sequence.request.is_prefetch:
             return
         for node in plan.nodes if self._has_kv else plan.nodes[-1:]:

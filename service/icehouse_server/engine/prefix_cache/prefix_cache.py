@@ -1,7 +1,7 @@
 """Prefix cache as the engine's loop uses it: it plans prompts, captures blocks and follows the SSD tier.
 
-Inference thread only. A block is captured as soon as its last token has been computed, in prefill and in
-decode alike, so that a cancelled request leaves its blocks behind and no step has to capture many.
+Inference thread only. A block is captured as soon as its last token is computed, in prefill and in decode
+alike. So a cancelled request still leaves its blocks, and no step has to capture many.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from icehouse_server.storage.api import ColdTier, Failure, Inventory, Persisted,
 
 
 class PrefixCache:
-    """The prefix tree, the RAM tier and the spills to the SSD tier. `storage` is None without one."""
+    """The prefix tree, the RAM tier and the spills. `storage` is the SSD tier, or None without one."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class PrefixCache:
         self.sessions = Sessions(self.tree)
         self.spills.is_over = self.sessions.has_ended
         self.used_by: dict[SequenceId, set[BlockHash]] = {}
-        """Blocks whose regions live sequences share: to drop one frees nothing before these end."""
+        """Blocks whose regions live sequences share: dropping one frees nothing until these end."""
         self.is_inventory_due = storage is not None
         """Whether the content of the SSD tier is still unknown."""
         self._unseen: set[BlockHash] = set()
-        """Blocks that were on SSD and that the inventory under way has not named yet."""
+        """Blocks known to be on SSD that the current inventory has not named yet."""
 
     # What may be reused, and by whom.
 
@@ -99,17 +99,17 @@ class PrefixCache:
 
     @property
     def can_share(self) -> bool:
-        """Whether another sequence can start at any block just computed, not only at an end."""
+        """Whether another sequence can start after any computed block, not only after a checkpoint."""
         return self.is_supported and self.facts.has_kv and not self.facts.needs_checkpoint
 
     @property
     def checkpoint_block_token_count(self) -> int:
-        """Block size when prefill must stop at a prompt's last full block to take a checkpoint, else 0."""
+        """The block size if prefill must stop at a prompt's last full block for a checkpoint, else 0."""
         needs_one = self.is_supported and self.facts.needs_checkpoint
         return self.settings.block_token_count if needs_one else 0
 
     def may_read(self, sequence: Sequence) -> bool:
-        """Whether this sequence may reuse what is cached now."""
+        """Whether this sequence may reuse cached blocks."""
         reads = sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.READ_ONLY)
         return self.is_supported and reads and not sequence.measures_prompt
 
@@ -120,7 +120,7 @@ class PrefixCache:
     def prompt(
         self, keys: ReadSequence[int], *, scope: CacheScope, shared_scope: CacheScope | None = None
     ) -> Prompt:
-        """Return tokens as a prompt to look up; blocks of `shared_scope` may replace missing ones."""
+        """Return tokens as a prompt to look up; blocks of `shared_scope` may stand in for missing ones."""
         shared_root = None if shared_scope is None else self.quotas.root(shared_scope)
         return Prompt(tuple(keys), self.quotas.root(scope), shared_root)
 
@@ -132,9 +132,9 @@ class PrefixCache:
     # A prompt: what is known of it, and the plan.
 
     def read_headers(self, prompt: Prompt, *, token_count: int) -> Steps[None]:
-        """Have the headers read of blocks that may begin like the rest of this prompt, so that it may match
-        inside one: after a restart their names are known, but not their tokens. Each is read once; none
-        where the read queue is full."""
+        """Read the headers of blocks that may begin like the rest of this prompt, so that it can match inside
+        one: after a restart their names are known, but not their tokens. Each is read once; none if the read
+        queue is full."""
         if self.storage is None or self.rates.reads_hang:
             return
         names = tuple(node.hash for node in unread_nodes(self.tree, prompt))
@@ -145,7 +145,7 @@ class PrefixCache:
                 self.tree.learn_header(header)
 
     def plan(self, sequence: Sequence, *, with_ssd: bool = True) -> Plan:
-        """Plan what of a prompt is reused and from where, and record the use."""
+        """Plan how much of a prompt is reused and from which tier, and record the use."""
         request = sequence.request
         if not self.settings.is_enabled or request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):
             return Plan((), 0, CacheReport(limit=ReuseLimit.SWITCHED_OFF))
@@ -169,16 +169,16 @@ class PrefixCache:
         return made
 
     def planned_blocks(self, sequence: Sequence) -> frozenset[BlockHash]:
-        """Return the blocks that a sequence which has not begun would start from."""
+        """Return the blocks that a sequence would reuse if it began now."""
         nodes = self.reusable(sequence).nodes if self.may_read(sequence) else ()
         return frozenset(node.hash for node in nodes)
 
     def reusable(self, sequence: Sequence) -> Plan:
-        """Return the same plan without recording a use."""
+        """Return the plan that `plan` would make, without recording a use."""
         return plan(self.tree, self.prompt_of(sequence), self.rates, with_ssd=self.storage is not None)
 
     def explain(self, command: Explain) -> Explanation:
-        """Return what would be reused of a prompt, and how long that would take; records no use."""
+        """Return how much of a prompt would be reused, and how long that would take; records no use."""
         keys = command.prompt_token_ids
         prompt = self.prompt(keys, scope=command.scope, shared_scope=command.shared_scope)
         made = plan(self.tree, prompt, self.rates, with_ssd=self.storage is not None)
@@ -194,7 +194,7 @@ class PrefixCache:
         )
 
     def settle(self, request: GenerationRequest, report: CacheReport) -> None:
-        """Count the outcome of a lookup, once its restore is done or given up."""
+        """Count the outcome of a lookup once its restore has finished or failed."""
         if request.is_prefetch:
             return  # nobody waits for it
         lookups = self.lookups
@@ -210,10 +210,10 @@ class PrefixCache:
             self.keep_rates()
 
     def keep_rates(self) -> None:
-        """Have what was learned of speed kept for the next start."""
+        """Store the measured rates on SSD for the next start."""
         learned = self.rates.learned
         if learned is not None and self.storage is not None:
-            self.storage.keep_rates(learned)  # where its queue is full, the next load tells more
+            self.storage.keep_rates(learned)  # if its queue is full, the next load tries again
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Record that the sequence's caches begin with `token_count` reused tokens."""
@@ -225,7 +225,7 @@ class PrefixCache:
     # Blocks on their way into RAM and to SSD.
 
     def capture(self, sequence: Sequence, reached: int, *, is_end: bool) -> list[BlockHash]:
-        """Cache the blocks complete where its caches have `reached`, at its end the tail too, by name."""
+        """Capture the blocks completed by position `reached`, at the end the tail too; return new names."""
         if not self.may_write(sequence):
             return []
         size = self.settings.block_token_count
@@ -242,15 +242,15 @@ class PrefixCache:
         return names[known_count:]
 
     def promote(self, sequence: Sequence, node: Node, regions: Regions, *, protected: Hashes = ()) -> None:
-        """Put regions that this sequence read from SSD into RAM, unless they are there by now. `protected`
-        blocks do not go for them."""
+        """Put regions that this sequence read from SSD into RAM, unless they are there by now. No `protected`
+        block is evicted for them."""
         self.tree.learn_keys(node, sequence.keys(node.start_token_index, node.end_token_index))
         missing = {kind: region for kind, region in regions.items() if kind not in node.ram}
         self._put(sequence, node, missing, protected=protected)
         self._touch(sequence, sequence.chain)
 
     def _capture_block(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
-        """Put one block of the sequence into RAM unless all of it is there; return its name."""
+        """Put the missing regions of one block of the sequence into RAM; return its name."""
         root = self.quotas.root(sequence.request.scope)
         parent = sequence.chain[-1] if sequence.chain else root
         keys = sequence.keys(start, stop)
@@ -270,13 +270,13 @@ class PrefixCache:
         self._note_computed(sequence, node, reached, is_new=is_new)
         if self.spills.is_on and self._is_cut_off(sequence):
             self.spills.offer(node, request_id=sequence.request.request_id)
-        elif node.token_count == self.settings.block_token_count:  # a tail is soon part of a longer block
+        elif node.token_count == self.settings.block_token_count:  # a longer block soon replaces a tail
             self.behind.note([node], Turn.LIKELY if sequence.request.session_id else Turn.OTHER)
         self.tree.prune(node)
         return node.hash
 
     def _note_computed(self, sequence: Sequence, node: Node, reached: int, *, is_new: bool) -> None:
-        """Tell the sequence's session of a block, and drop the checkpoints that are too many then."""
+        """Record a block in the sequence's session, and drop checkpoints beyond the session's limit."""
         key = self._session_of(sequence)
         self.sessions.note_computed(sequence.request.tenant, key, node, is_new=is_new)
         if self.sessions.has_surplus(node):
@@ -285,16 +285,16 @@ class PrefixCache:
                 self._drop_checkpoint(surplus)
 
     def _resumed(self, sequence: Sequence, reached: int) -> Node | None:
-        """Return the block whose checkpoint the same prompt would resume from, as far as it is computed."""
+        """Return the block whose checkpoint the same prompt, as far as computed, would resume from."""
         keys = sequence.keys(0, min(reached + 1, len(sequence.request.prompt_token_ids)))
         prompt = self.prompt(keys, scope=sequence.request.scope)
         nodes = match(self.tree, prompt, with_ssd=self.storage is not None).nodes
         return nodes[-1] if nodes else None
 
     def _drop_checkpoint(self, node: Node) -> None:
-        """Drop a block's checkpoint, and all of the block where nothing else of it is of use.
+        """Drop a block's checkpoint from RAM, or the whole block from both tiers if the rest is useless.
 
-        A block on SSD that others follow keeps its checkpoint there: it is in the same file.
+        In the first case the checkpoint stays on SSD: it is in the same file as the rest of the block.
         """
         is_full = node.token_count == self.settings.block_token_count
         if is_full and (self.facts.has_kv or self.facts.window_token_count):
@@ -305,7 +305,7 @@ class PrefixCache:
         self.tree.drop(node)
 
     def end_session(self, tenant: Tenant, session_id: str) -> SessionEndReport:
-        """Have the blocks that only this session and its children have used evicted first."""
+        """Make the blocks that only this session and its children have used the next to be evicted."""
         key = self.sessions.key_of(tenant, session_id)
         nodes = [] if key is None else self.sessions.end(key)
         self.spills.demote(nodes)
@@ -317,7 +317,7 @@ class PrefixCache:
 
     def _put(self, sequence: Sequence, node: Node, regions: Regions, *, protected: Hashes = ()) -> None:
         """Put regions of a block of the sequence into RAM if space can be made for them."""
-        # Without an SSD tier a block is useless once one before it is gone.
+        # Without an SSD tier a block is useless once one before it is evicted.
         chain = sequence.chain if self.facts.has_kv and not self.spills.is_on else ()
         stay = {*protected, *chain}
         self.ram.put(node, regions, protected=stay, request_id=sequence.request.request_id)
@@ -325,14 +325,14 @@ class PrefixCache:
             self.used_by.setdefault(sequence.sequence_id, set()).add(node.hash)
 
     def _is_cut_off(self, sequence: Sequence) -> bool:
-        """Whether some block before has its kv on SSD only: those that follow are then read from there."""
+        """Whether an earlier block has its kv on SSD only: all blocks after it are then read from SSD too."""
         pairs = itertools.zip_longest(sequence.chain, sequence.shared_chain)
         return self.facts.has_kv and not all(
             any(RegionKind.KV in node.ram for node in self._known(pair)) for pair in pairs
         )
 
     def _touch(self, sequence: Sequence, names: Iterable[BlockHash]) -> None:
-        """Record that a chain is used by this sequence, and so by its session."""
+        """Record that this sequence, and so its session, uses a chain."""
         nodes = self._known(names)
         self.tree.touch(nodes, now=self._clock.monotonic())
         self.sessions.share(self._session_of(sequence), nodes)
@@ -347,12 +347,12 @@ class PrefixCache:
     # What the SSD tier reports.
 
     def take_inventory(self, part: Inventory) -> None:
-        """Record a part of what the SSD tier contains; after the last part it contains nothing else."""
+        """Record part of the SSD tier's content; after the last part, forget blocks that no part named."""
         if part.rates is not None:
             self.rates.recall(part.rates)
         if part.is_first:
             self._unseen = {node.hash for node in self.tree if node.ssd}
-        # A chain from its beginning, so that each block gets its owner from the one before it.
+        # Parents first, so that each block gets its owner from its parent.
         for record in sorted(part.records, key=lambda record: record.start_token_index):
             self._add_stored(record)
         if part.is_last:
@@ -362,7 +362,7 @@ class PrefixCache:
                 self.tree.forget_stored(name)
 
     def _spill_ended(self, sent: Node, outcome: Persisted | Failure) -> None:
-        """Record that a block is committed on SSD, instead of shorter ones, or was dropped on its way."""
+        """Record that a block is committed on SSD, replacing shorter ones, or was dropped on its way."""
         self.behind.note_end(sent, outcome)
         if isinstance(outcome, Failure):
             if self.tree.get(sent.hash) is sent:
@@ -373,7 +373,7 @@ class PrefixCache:
             self.spills.remove(shorter)
         if self.sessions.has_ended(node):
             self.spills.demote([node])
-        # A pin that was ordered after the commit may also have come after the block's eviction.
+        # The pin may have been ordered after the commit, and thus after the block's eviction.
         is_pinned = record.pin_end_time > NOT_PINNED and not self.spills.is_to_be_removed(record.hash)
         self.ram.end_spill(node, is_pinned_on_ssd=is_pinned)
 
@@ -382,7 +382,7 @@ class PrefixCache:
         return self.tree.store(record)
 
     def lose_storage(self) -> None:
-        """The SSD tier is gone for good: forget its blocks and continue with RAM alone."""
+        """The SSD tier is lost for good: forget its blocks and continue with RAM alone."""
         self.is_inventory_due = False
         for node in list(self.tree):
             self.tree.forget_stored(node.hash)
@@ -390,7 +390,7 @@ class PrefixCache:
         self.behind.lose_storage()
 
     def close(self) -> None:
-        """Drop every block in RAM: the model is going."""
+        """Drop every block in RAM: the model is being unloaded."""
         for node in list(self.tree.in_ram()):
             self.tree.drop(node)
 
@@ -402,19 +402,19 @@ class PrefixCache:
 
     def pin(self, nodes: ReadSequence[Node], end_time: float) -> None:
         """Pin or unpin blocks in the tree; the SSD tier does so by itself."""
-        # The head of a chain last, so that once unpinned it goes after its tail.
+        # The head of a chain last, so that once unpinned it is evicted after its tail.
         for node in reversed(nodes):
             self.tree.set_pin(node, pin_end_time(node.pin_end_time, end_time))
         if end_time != NOT_PINNED:
             self.behind.note(nodes, Turn.PINNED)
 
     def remove(self, nodes: ReadSequence[Node]) -> None:
-        """Remove blocks from all tiers, pinned ones too, and from what other servers share."""
+        """Remove blocks, pinned ones too, from all tiers and from the store shared with other servers."""
         self.spills.remove(tuple(node.hash for node in nodes), is_final=True)
         self.purge(nodes, with_ssd=True)
 
     def purge(self, nodes: ReadSequence[Node], *, with_ssd: bool) -> None:
-        """Drop blocks from RAM, pinned ones too; from the tree as well where the SSD tier removes them."""
+        """Drop blocks from RAM, pinned ones too; `with_ssd`, if SSD removes them, from the tree too."""
         for node in nodes:
             self.tree.set_pin(node, NOT_PINNED)
             self.ram.purge(node)
@@ -423,7 +423,7 @@ class PrefixCache:
                 self.tree.forget_stored(node.hash)
 
     def stats(self, storage: CacheStats | None) -> CacheStats:
-        """Return the counters, with the SSD tier's where they are given."""
+        """Return the counters, including the SSD tier's if given."""
         theirs = storage or CacheStats()
         promote = dataclasses.replace(
             self.restores,
@@ -431,7 +431,7 @@ class PrefixCache:
             restore_tokens_per_s=self.rates.adopt_tokens_per_s,
             recompute_tokens_per_s=self.rates.prefill_tokens_per_s,
         )
-        # Each number is counted by one thread, and 0 with the other.
+        # One thread counts each number; the other thread has 0 for it.
         names = [field.name for field in dataclasses.fields(PromoteStats)]
         both = {name: getattr(promote, name) + getattr(theirs.promote, name) for name in names}
         drops = Counter({drop.cause: drop.block_total for drop in theirs.spill.drops})
@@ -461,7 +461,7 @@ class PrefixCache:
 
 
 def _block_match(node: Node, *, readers: frozenset[Owner]) -> BlockMatch:
-    """Return what a caller is shown of a block of its prompt: its session only where the block is its own."""
+    """Return what a caller sees of a block of its prompt; the session only if the block is the caller's."""
     return BlockMatch(
         hash=node.hash,
         start_token_index=node.start_token_index,

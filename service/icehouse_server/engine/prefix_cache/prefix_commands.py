@@ -1,6 +1,6 @@
 """Commands to the prefix cache from outside a request: explain, pin, evict, verify, list, count.
 
-Inference thread only. A command that needs the storage thread is answered when its outcome comes.
+Inference thread only. A command that needs the storage thread is answered when that thread has reported.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from icehouse_server.storage.api import ColdTier, Failure, Ticket, Trouble
 _Result = TypeVar("_Result")
 _BUSY_RETRY_S = 1.0
 _EARLY_LIMIT = 256
-"""Commands that wait for the first inventory."""
+"""Commands that may wait for the first inventory."""
 _SLICE_COUNT = 256
-"""Blocks in a slice of a listing; the log has space for so many changes."""
+"""Blocks in a slice of a listing; the log has space for that many changes."""
 _STATS_S = 1.0
-"""How long to wait for the storage thread's counters; then its last ones are used."""
+"""How long to wait for the storage thread's counters; after that its last report is used."""
 _STORAGE_ORDERS = (Pin, Unpin, EvictBlocks, ListStored, Verify, ReadBlock, AdoptBlock)
 
 
@@ -73,24 +73,24 @@ class CacheCommands:
         self._early_count = 0
         """Commands that wait for the first inventory."""
         self._end: IcehouseError | None = None
-        """Why the engine ends, once it does."""
+        """Why the engine is ending; None until then."""
         self.listing_slice_count = _SLICE_COUNT
         self._listing: Iterator[int] = iter(())
-        """Continues when the listener has taken the last slice, so that a step writes one at most."""
+        """Advanced when the listener has taken the last slice, so that a step writes at most one."""
         self._last_stats: CacheStats | None = None
-        """The storage thread's part, as last reported."""
+        """The storage thread's counters, as last reported."""
 
     def submit(self, message: Command) -> None:
-        """Carry out a command, once the content of the SSD is known: to evict all, say, includes that."""
+        """Carry out a command once the content of the SSD is known: "evict all", say, must include it."""
         self._waits.follow(self._carried_out(message.command), message.reply)
 
     def fail_early(self, error: IcehouseError) -> None:
-        """The engine ends before the inventory came: answer the commands that wait for it."""
+        """Answer the commands that wait for the inventory: the engine ends before it came."""
         self._end = error
         self._waits.give_up_inventory()
 
     def query(self, reply: Callable[[CacheStats], None]) -> None:
-        """Call `reply` with all counters, the storage thread's last ones where it does not answer."""
+        """Call `reply` with all counters; if the storage thread does not answer, with its last report."""
         self._waits.follow(self._stats(), reply)
 
     def _stats(self) -> Steps[CacheStats]:
@@ -193,8 +193,8 @@ class CacheCommands:
         return BlockTokens(tuple(KnownTokens(h.hash, h.token_ids, h.extra) for h in outcome))
 
     def _pin(self, nodes: list[Node], end_time: float) -> Steps[PinReport]:
-        """Pin or unpin blocks, at once where all are in RAM alone; else the storage thread reports what is
-        there."""
+        """Pin or unpin blocks: at once if all are in RAM alone, else once the storage thread has reported
+        which are there."""
         cache, is_pin = self._cache, end_time != NOT_PINNED
         nodes = [node for node in nodes if node.ram or node.ssd]
         if is_pin:
@@ -212,12 +212,12 @@ class CacheCommands:
         outcome = yield Awaited(ticket)
         if isinstance(outcome, Failure):
             if outcome.cause is not Trouble.LOST:
-                # The pins here and on SSD must agree. Another order may have changed them meanwhile.
+                # The pins here and on SSD must agree. Another command may have changed them meanwhile.
                 restored = min if is_pin else max
                 for node, before_time in before:
                     cache.tree.set_pin(node, restored(before_time, node.pin_end_time))
             raise _refusal(outcome)
-        # A block that was there when it was pinned may have been found damaged since.
+        # A block that existed when it was pinned may have been found damaged since.
         there = [n for n in nodes if not is_pin or n.ram or (n.ssd and n.hash not in outcome)]
         cache.pin([node for node in nodes if node not in there], NOT_PINNED)
         if is_pin and not there:
@@ -225,7 +225,7 @@ class CacheCommands:
         return _pin_report(there)
 
     def _check_pin(self, nodes: list[Node]) -> None:
-        """Raise the reason why these blocks may not be pinned, if there is one."""
+        """Raise NotFound or Overloaded if these blocks may not be pinned."""
         if not nodes:
             raise _nothing_to_pin()
         self._cache.quotas.check_pins(nodes)
@@ -239,7 +239,7 @@ class CacheCommands:
             )
 
     def _known(self, command: Pin | Unpin | ListKnown) -> list[Node]:
-        """Return the blocks that a command is about: all as they became known, or the prompt's in order."""
+        """Return the blocks that a command names: the prompt's in order, or all in the order of arrival."""
         if command.prompt_token_ids is None:
             return list(self._cache.tree)
         return self._cache.known_chain(command.prompt_token_ids, command.scope)
@@ -247,11 +247,11 @@ class CacheCommands:
     def _evict(self, nodes: list[Node]) -> Steps[EvictReport]:
         cache = self._cache
         in_ram = [node for node in nodes if node.ram]
-        # A block on its way to SSD is there before this command is carried out.
+        # A block on its way to SSD will be there before the storage thread gets to this removal.
         stored = tuple(node.hash for node in nodes if node.ssd or node.is_spilling)
         report = EvictReport(len(in_ram), sum(node.ram_bytes for node in in_ram))
         names = tuple(node.hash for node in nodes)
-        # Blocks that an earlier order or a quota removes are not gone before the storage thread gets there.
+        # Blocks removed by an earlier order or a quota stay on SSD until the storage thread gets to it.
         if cache.storage is not None and (stored or cache.spills.removal_count):
             ticket = cache.spills.remove(names, is_final=True)
             if ticket is None:
@@ -262,15 +262,15 @@ class CacheCommands:
                 report, ssd_block_count=purged.block_count, ssd_bytes=purged.size_bytes
             )
         if cache.storage is not None and names:
-            # Other servers may still have stored what is in RAM alone here; nobody waits for that.
+            # Blocks in RAM alone here may still be in the shared store; nobody waits for their removal.
             cache.storage.delete(names, is_final=True)
         cache.purge(nodes, with_ssd=False)
         return report
 
 
 def _done(ticket: Ticket[_Result] | None) -> Steps[_Result]:
-    """Wait for an order to be carried out and return its result; only the caller's deadline bounds the wait.
-    Raises why it failed, and `Overloaded` without a ticket: the queue is full."""
+    """Wait for an order to the storage thread and return its result; only the caller's deadline bounds the
+    wait. Raises StorageError if it failed, and Overloaded without a ticket: the queue is full."""
     if ticket is None:
         raise _storage_busy()
     outcome: Any = yield Awaited(ticket)
@@ -289,9 +289,9 @@ def _pin_report(nodes: list[Node]) -> PinReport:
 
 
 def _recent(node: Node, *, with_tokens: bool) -> RecentBlock:
-    """Return what an operator is shown of a block, with its tokens only on request.
+    """Return what an operator sees of a block; its tokens only on request.
 
-    They are the node's own tuple, which nobody changes, so that they cost no copy.
+    The tokens are the node's own immutable tuple, not a copy.
     """
     return RecentBlock(
         hash=node.hash,
@@ -312,14 +312,14 @@ def _nothing_to_pin() -> NotFound:
 
 
 def _unanswered() -> StorageError:
-    """Return the refusal of a command that needs the storage thread while it hangs."""
+    """Return the error for a command that needs the storage thread while that hangs."""
     return StorageError(
         Reason.STORE_UNUSABLE, "the SSD tier does not answer, since its disk hangs; try again later"
     )
 
 
 def _refusal(failure: Failure) -> StorageError:
-    """Return the error that answers an order which failed."""
+    """Return the error for an order that failed."""
     if failure.cause is Trouble.LOST:
         return StorageError(Reason.STORE_UNUSABLE, "the SSD tier has stopped; see the server's log")
     return StorageError(
@@ -328,7 +328,7 @@ def _refusal(failure: Failure) -> StorageError:
 
 
 def _storage_busy() -> Overloaded:
-    """Return the refusal of a command that the SSD tier's queue has no space for."""
+    """Return the error for a command that does not fit into the SSD tier's queue."""
     return Overloaded(
         Reason.QUEUE_FULL,
         "too many orders wait for the storage thread; try again later",

@@ -1,7 +1,7 @@
-"""Reuse plan: what a prompt reuses, what comes from RAM and from SSD, and where the prompt diverges.
+"""Reuse plan: which blocks a prompt reuses, which of them come from SSD, and where the prompt diverges.
 
-Pure functions over the prefix tree, for the inference thread and for `Explain`. What the search for a
-divergence looks at is bounded, since others decode meanwhile.
+Pure functions over the prefix tree, for prompts and for `Explain`. The search for a divergence is bounded,
+since others wait to decode meanwhile.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from icehouse_server.storage.api import PlannedBlock
 
 _MAY_DIVERGE = (ReuseLimit.NO_MATCH, ReuseLimit.DIVERGED, ReuseLimit.NO_CHECKPOINT)
 _CHILD_LIMIT = 64
-"""Blocks below one that are compared; anybody can give a popular prompt thousands of them."""
+"""Children of a block that are compared; anybody can give a popular prompt thousands of them."""
 _CANDIDATE_LIMIT = 2
 """Cached prompts whose rest is compared: the latest of those that match farthest."""
 _REST_TOKEN_LIMIT = 8192
-"""Tokens compared behind the divergence: about a millisecond with the samples."""
+"""Tokens after the divergence that are searched for samples: takes about a millisecond."""
 _SAMPLE_COUNT = 32
 _SAMPLE_TOKEN_COUNT = 16
-"""Texts in one language share words; so many tokens in a row are shared only by the same text."""
+"""Texts in one language share words; only copies of a text share this many tokens in a row."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What a request will reuse. `to_load` is empty when RAM has it all."""
+    """The blocks that a request will reuse. `to_load` is empty if all of them are in RAM."""
 
     nodes: tuple[Node, ...]
     token_count: int
     report: CacheReport
     placed: tuple[PlacedBlock, ...] = ()
-    """What RAM has of each node."""
+    """The regions of each node that are in RAM."""
     to_load: tuple[PlannedBlock, ...] = ()
     ssd_bytes: int = 0
-    """Bytes to be read."""
+    """Bytes to read from SSD."""
     known_token_count: int = 0
     """Tokens that match at all, whether or not they can be reused."""
 
     def promoted_token_count(self, read: Container[BlockHash]) -> int:
-        """Return how many tokens of the blocks that were read from SSD are in RAM now."""
+        """Return how many tokens of the blocks `read` from SSD are in RAM now."""
         loaded = [node for node in self.nodes if node.hash in read]
         if all(node.ram for node in loaded):
             return self.report.ssd_token_count
@@ -62,7 +62,7 @@ class Plan:
 
 
 def plan(tree: PrefixTree, prompt: Prompt, rates: Rates, *, with_ssd: bool = True) -> Plan:
-    """Plan for a prompt whose last token always runs; changes nothing."""
+    """Plan a prompt's reuse; its last token is always computed. Changes nothing."""
     settings = tree.settings
     matched = match(tree, prompt, with_ssd=with_ssd)
     if matched.token_count < min(settings.min_reuse_token_count, prompt.limit):
@@ -102,7 +102,7 @@ def _limit_of(tree: PrefixTree, matched: Match, limit: int) -> ReuseLimit:
 
 
 def _split(tree: PrefixTree, prompt: Prompt, matched: Match, limit: ReuseLimit) -> Plan:
-    """Take from RAM what it has, and the rest from SSD."""
+    """Plan to take regions from RAM if they are there, and the others from SSD."""
     placed: list[PlacedBlock] = []
     to_load: list[PlannedBlock] = []
     ssd_bytes = ssd_tokens = 0
@@ -133,10 +133,10 @@ def _split(tree: PrefixTree, prompt: Prompt, matched: Match, limit: ReuseLimit) 
 
 
 def _find_divergence(tree: PrefixTree, prompt: Prompt, made: Plan) -> Divergence | None:
-    """Return where a prompt diverges from a cached one of its own tenant that it shares more than half with.
+    """Return where a prompt diverges from a cached one of its own tenant that shares more than half of it.
 
-    The reused blocks of its beginning may be another tenant's. Those only lead to the tenant's own blocks
-    behind them: none of their tokens is reported, nor where they differ.
+    The reused blocks may be another tenant's. They only lead to the tenant's own blocks after them: their
+    tokens are never reported, nor where they differ.
     """
     keys = prompt.keys
     covered, parent = _last_block(tree, prompt, made.nodes)
@@ -146,9 +146,9 @@ def _find_divergence(tree: PrefixTree, prompt: Prompt, made: Plan) -> Divergence
     longest = max(common.values(), default=0)
     index = covered + longest
     if index < made.known_token_count:
-        # A block that is none of these matches farther.
+        # A block that is not among these children matches farther.
         return None
-    # Latest first. The prompt continues one that ends before it does, and does not diverge from it.
+    # Latest first. From a shorter cached block the prompt does not diverge: it continues it.
     diverged = [n for n in children if common[n] == longest < min(n.token_count, len(rest))]
     for node in diverged[:_CANDIDATE_LIMIT]:
         if 2 * index > len(keys) or _shares_most(tree, node, keys, index=index, offset=longest):
@@ -158,7 +158,7 @@ def _find_divergence(tree: PrefixTree, prompt: Prompt, made: Plan) -> Divergence
 
 
 def _last_block(tree: PrefixTree, prompt: Prompt, known: Iterable[Node]) -> tuple[int, BlockHash]:
-    """Return where the last known full block of the prompt ends, and its name among its tenant's own."""
+    """Return where the last known full block of the prompt ends, and its name in its own tenant's chain."""
     size, keys = tree.settings.block_token_count, prompt.keys
     covered, parent = 0, prompt.root
     for node in known:
@@ -176,7 +176,7 @@ def _last_block(tree: PrefixTree, prompt: Prompt, known: Iterable[Node]) -> tupl
 
 
 def _shares_most(tree: PrefixTree, node: Node, keys: TokenKeys, *, index: int, offset: int) -> bool:
-    """Return whether the cached prompt has more than half of this one, by samples from `index` on."""
+    """Whether the cached prompt has more than half of this one, estimated by samples after `index`."""
     behind = keys[index : index + _REST_TOKEN_LIMIT]
     last = len(behind) - _SAMPLE_TOKEN_COUNT
     if last < _SAMPLE_COUNT:
@@ -192,7 +192,7 @@ def _packed(keys: Iterable[int]) -> bytes:
 
 
 def _has(text: bytes, sample: bytes) -> bool:
-    """Return whether the sample occurs at the beginning of a token, not across two."""
+    """Whether the sample occurs in the text, aligned to whole tokens."""
     width = len(sample) // _SAMPLE_TOKEN_COUNT
     position = text.find(sample)
     while position >= 0 and position % width:
@@ -201,7 +201,7 @@ def _has(text: bytes, sample: bytes) -> bool:
 
 
 def _tokens_from(tree: PrefixTree, node: Node | None) -> Iterator[int]:
-    """Yield the tokens of a block and of those behind it, always the latest known one."""
+    """Yield the tokens of a block and of the chain after it, following the latest child each time."""
     while node is not None and node.token_ids is not None:
         yield from node.token_ids
         node = next(iter(tree.children(node.hash, limit=1)), None)

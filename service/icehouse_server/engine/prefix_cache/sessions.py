@@ -1,12 +1,12 @@
-"""Sessions: which blocks one conversation alone has used, so that they go first once it has ended.
+"""Sessions: which blocks one conversation alone has used, so that they are evicted first once it has ended.
 
-Inference thread only, pure data, no mlx. A session is known by a hash of its tenant and its name, and the
-name is kept nowhere. `Node.session` says which session computed a block, as long as nobody else has used it.
-What is remembered beside that is bounded, and to forget it costs nothing but the order of eviction.
+Inference thread only, pure data, no mlx. A session's key is a hash of its tenant and its name; the name
+itself is not kept. `Node.session` says which session computed a block, as long as nobody else has used it.
+All other state is bounded; losing it only changes the order of eviction.
 
-A session may have a parent: the agent that started it. The two, and whatever else that agent started, are a
-family, and blocks that several of a family have used are its parent's. Families have two generations: who
-names a child as its parent joins the child's parent. So no chain of names leads anywhere far, or around.
+A session may have a parent: the agent that started it. An agent and all sessions that it started are a
+family; blocks that several of a family have used belong to the parent. Families have two generations: a
+session that names a child as its parent joins the child's parent. So there are no long chains or cycles.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 
 SESSION_LIMIT = 4096
-"""Sessions that are remembered, of all tenants; the tenant with the most forgets one first."""
+"""Sessions remembered for all tenants together; the tenant with the most loses one first."""
 END_LIMIT = 32
-"""Ends of a session's chains that are remembered: its own, and those of its forks and subagents."""
+"""Chain ends remembered for a session, those of its forks included."""
 
 _KEY_BYTES = 16
 _HASH_KEY_LIMIT = 64
@@ -35,22 +35,22 @@ _HASH_KEY_LIMIT = 64
 
 @dataclasses.dataclass(slots=True)
 class _Session:
-    """What is remembered of one session. The names may be of blocks that are gone."""
+    """The state of one session. Its block names may be of blocks that are gone."""
 
     tenant: Tenant
     parent: SessionKey | None = None
-    """A session that has none itself."""
+    """A session that has no parent itself."""
     children: dict[SessionKey, None] = dataclasses.field(default_factory=dict)
     is_ended: bool = False
     ends: dict[BlockHash, None] = dataclasses.field(default_factory=dict)
     """The last blocks of its chains, in the order in which they were computed."""
     checkpoints: dict[BlockHash, int] = dataclasses.field(default_factory=dict)
-    """Blocks with checkpoints that count for it, each with the number of the request that used it last; none
-    without a budget."""
+    """Blocks whose checkpoints count towards its limit, each with the number of the last request that used
+    it; empty without a limit."""
 
 
 class Sessions:
-    """A bounded book of sessions. `SessionKey` includes the tenant, so that no tenant reaches another's."""
+    """The known sessions, bounded. A key includes the tenant, so no tenant can reach another's sessions."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
@@ -67,10 +67,10 @@ class Sessions:
         return len(self._known)
 
     def key_of(self, tenant: Tenant, session_id: str) -> SessionKey | None:
-        """Return what a tenant's session is known by; None for a request without one."""
+        """Return the key of a tenant's session; None for a request without one."""
         if not session_id:
             return None
-        # A session's name has no zero byte, so that no two pairs are spelled alike.
+        # A session's name has no zero byte, so no two pairs give the same string.
         spelled = f"{session_id}\0{tenant}".encode()
         return SessionKey(hashlib.blake2b(spelled, key=self._secret, digest_size=_KEY_BYTES).digest())
 
@@ -82,7 +82,7 @@ class Sessions:
         *,
         parent: SessionKey | None = None,
     ) -> None:
-        """Record that a request begins with this chain, and resumes from its end; who started its session."""
+        """Record that a request resumes from the end of this chain, and its session's `parent`, if any."""
         if key is not None:
             self._open(tenant, key)
             if parent is not None:
@@ -94,15 +94,15 @@ class Sessions:
             owner.checkpoints[nodes[-1].hash] = self._request_number
 
     def share(self, key: SessionKey | None, nodes: Iterable[Node]) -> None:
-        """Record that a session, or a request without one, uses these blocks: what is another's is its
-        family's, if it is the same, or else nobody's."""
+        """Record that a session, or a request without one, uses these blocks: those of another session then
+        belong to the parent if both are of one family, otherwise to no session."""
         for node in nodes:
             if node.session is not None and node.session != key:
                 top = self._top(node.session)
                 node.session = top if key is not None and self._top(key) == top else None
 
     def note_computed(self, tenant: Tenant, key: SessionKey | None, node: Node, *, is_new: bool) -> None:
-        """Record that a request has computed a block, which may have been known."""
+        """Record that a request has computed a block, which may have been known before."""
         if is_new:
             node.session = key
         self.share(key, [node])
@@ -114,16 +114,16 @@ class Sessions:
             session.checkpoints[node.hash] = self._request_number
 
     def has_surplus(self, node: Node) -> bool:
-        """Whether the session of this block may have too many checkpoints."""
+        """Whether the session of this block has too many checkpoints, lost ones counted."""
         session = None if node.session is None else self._known.get(node.session)
         return session is not None and 0 < self._checkpoint_limit < len(session.checkpoints)
 
     def take_surplus(self, newest: Node, *, resumed: Node | None) -> list[Node]:
-        """Return the blocks whose checkpoints are more than the session of the newest one may have, and count
-        them no more; but neither the newest nor the one that a request for the same prompt would resume from.
+        """Pick the blocks whose checkpoints exceed the limit of the session of `newest`, and stop counting
+        them. Neither `newest` is picked nor `resumed`, from which the same prompt would resume.
 
-        Those go whose loss costs least: few tokens lie between the checkpoint before and them, and many
-        requests came since their last use. Those that others have used or that are pinned count for nobody.
+        The cheapest losses are picked first: few tokens after the previous checkpoint, many requests since
+        the last use. Pinned checkpoints and those that others have used do not count.
         """
         assert newest.session is not None
         session = self._known[newest.session]
@@ -141,7 +141,7 @@ class Sessions:
         return surplus
 
     def _forget_lost(self, session: _Session, key: SessionKey) -> None:
-        """Stop counting the checkpoints that are gone, or not only this session's."""
+        """Stop counting checkpoints that are gone, pinned, or no longer this session's alone."""
         for name in list(session.checkpoints):
             node = self._tree.get(name)
             is_own = node is not None and node.session == key and not node.is_pinned
@@ -149,8 +149,8 @@ class Sessions:
                 del session.checkpoints[name]
 
     def _gap(self, node: Node, counted: Sequence[Node]) -> int:
-        """Return the tokens from the checkpoint before on the way to this one. `counted` tells of tails,
-        which are no block's ancestors, and of what lies before a gap in a chain without kv."""
+        """Return the token count between the previous checkpoint and this one. `counted` adds tails, which
+        are never ancestors, and blocks before a gap in a chain without kv."""
         below, size = node, self._tree.settings.block_token_count
         tails = [tail for tail in counted if tail.token_count < size]
         for above in chain((node,), self._tree.ancestors(node)):
@@ -164,9 +164,9 @@ class Sessions:
         return node.end_token_index - max(earlier, default=0)
 
     def end(self, key: SessionKey) -> list[Node]:
-        """Make the blocks that only this session and its children have used the next to go, the ends of their
-        chains before their beginnings; return them, beginnings first. All of them have ended then. Who uses
-        a block later makes it the most recently used one."""
+        """End a session and its children: the blocks that only they have used are evicted next, the ends of
+        chains before their beginnings. Returns these blocks, beginnings first. A later use of a block makes
+        it the most recently used one again."""
         session = self._known.get(key)
         if session is None:
             return []
@@ -196,7 +196,7 @@ class Sessions:
         )
 
     def _open(self, tenant: Tenant, key: SessionKey) -> _Session:
-        """Return a session that is used now, known from now on; one that had ended goes on."""
+        """Return the session of this key as the most recently used one, new if not known, and not ended."""
         session = self._known.get(key)
         if session is None:
             session = self._known[key] = _Session(tenant)
@@ -208,19 +208,19 @@ class Sessions:
         return session
 
     def _join(self, tenant: Tenant, key: SessionKey, parent: SessionKey) -> None:
-        """Have a session that is used now belong to the family of `parent`, which is used with it."""
+        """Add an open session to the family of `parent`, which counts as used too."""
         top = self._top(parent)
         session = self._known[key]
         if top == key or session.children:
-            return  # it is the parent itself
+            return  # it is a parent itself
         if session.parent is None:
             session.parent = top
         above = self._open(tenant, session.parent)
-        if self._known.get(key) is session:  # one is remembered at least, and that is the parent then
+        if self._known.get(key) is session:  # opening the parent may have pushed it out
             above.children[key] = None
 
     def _top(self, key: SessionKey) -> SessionKey:
-        """Return the session whose family this one belongs to: its parent, or itself."""
+        """Return the parent of this session's family: its own parent, or itself."""
         session = self._known.get(key)
         return key if session is None or session.parent is None else session.parent
 
@@ -245,7 +245,7 @@ class Sessions:
                 del session.ends[name]
 
     def _own(self, sessions: Mapping[SessionKey, _Session]) -> list[Node]:
-        """Return the known blocks that only these sessions have used, as far as their ends lead to them."""
+        """Return the known blocks that only these sessions have used, found from their chain ends."""
         own: dict[BlockHash, Node] = {}
         for name in chain.from_iterable(session.ends for session in sessions.values()):
             node = self._tree.get(name)
@@ -256,7 +256,7 @@ class Sessions:
 
 
 def _begins_like(tail: Node, node: Node) -> bool:
-    """Whether a block begins with the tokens of a shorter one."""
+    """Whether a block begins with the tokens of a shorter block, the tail."""
     is_shorter = tail.parent == node.parent and tail.token_count < node.token_count
     known, wanted = tail.token_ids, node.token_ids
     return is_shorter and known is not None and wanted is not None and wanted[: len(known)] == known

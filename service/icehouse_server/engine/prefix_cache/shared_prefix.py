@@ -1,8 +1,8 @@
-"""Shared prefix: what other servers have stored of a prompt comes to SSD before the prompt is planned.
+"""Shared prefix: blocks of a prompt that other servers have stored are fetched to SSD before it is planned.
 
-Inference thread only. It is asked once for a prompt, by the names of the full blocks that are missing here.
-What a lookup and a fetch may take is a share of what computing the same tokens would; when that is over, the
-plan counts with what has come by then.
+Inference thread only. The store is asked once per prompt, by the names of the full blocks missing here.
+A lookup or fetch may take a share of the time that computing the same tokens would; after that, the plan
+uses the blocks that have arrived.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from icehouse_server.storage.api import Found
 
 _LOOKUP_SHARE = 0.1
 _FETCH_SHARE = 0.5
-"""Of the time in which the missing tokens would be computed."""
+"""Shares of the time in which the missing tokens would be computed."""
 _LEAST_LOOKUP_S = 0.003
 """No store answers faster."""
 _MOST_LOOKUP_S = 2.0
 _LEAST_FETCH_S = 0.5
 _UNMEASURED_FETCH_S = 5.0
-"""While it is not known how fast this server computes."""
+"""Limit of a fetch while this server's prefill rate is unknown."""
 _SSD_SHARE = 0.5
-"""Of the SSD tier, what one prompt's fetch may fill."""
+"""Share of the SSD tier that one prompt's fetch may fill."""
 
 
 class SharedPrefixes:
-    """Asks for what prompts lack. Without an object store nothing is asked."""
+    """Fetches blocks that prompts lack here. Does nothing without an object store."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
 
     def bring(self, sequence: Row) -> Steps[None]:
-        """Ask for the chain below each root that lacks something until somebody has its beginning; have that
-        brought."""
+        """Look up the prompt's missing blocks below each root in turn; fetch the first beginning found."""
         if not (self._cache.spills.is_on and self._cache.may_write(sequence)):
             return
         prompt, rates = self._cache.prompt_of(sequence), self._cache.rates
@@ -54,8 +53,8 @@ class SharedPrefixes:
                 return
 
     def _is_worth_it(self, found: Found, blocks: Sequence[Node]) -> bool:
-        """Whether fetching is predicted to be faster than computing, and there is space for it; older blocks
-        of the same tenant go for it where its quota requires it."""
+        """Whether fetching is predicted to be faster than computing, and there is space for the blocks. Older
+        blocks of the same tenant are removed if its quota requires that."""
         settings, rates = self._cache.settings, self._cache.rates
         if settings.may_recompute and rates.fetch_is_slower(found, token_count=self._token_count(blocks)):
             rates.unfetched_count += 1
@@ -79,8 +78,8 @@ class SharedPrefixes:
             yield Awaited(ticket, limit_s=limit_s)
 
     def _missing(self, prompt: Prompt, root: BlockHash) -> list[Node]:
-        """Return the full blocks of a prompt from the first that is not here; of a model whose blocks have
-        nothing but checkpoints, those where one is due."""
+        """Return the full blocks of a prompt from the first that is not here; for a model without kv only
+        those where a checkpoint is due."""
         settings, facts = self._cache.settings, self._cache.facts
         size = settings.block_token_count
         names = self._cache.tree.chain_names(root, prompt.keys[: prompt.limit])
@@ -97,7 +96,7 @@ class SharedPrefixes:
         return node is not None and bool(node.ram or node.ssd)
 
     def _token_count(self, blocks: Sequence[Node]) -> int:
-        """Return the tokens that would have to be computed without these."""
+        """Return how many tokens would have to be computed without these blocks."""
         size = self._cache.settings.block_token_count
         if not blocks:
             return 0

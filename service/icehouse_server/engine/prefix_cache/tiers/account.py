@@ -1,4 +1,4 @@
-"""Account of one tier: the bytes of its blocks by owner, and the order in which they may go.
+"""Account of one tier: the bytes of its blocks by owner, and the order of eviction.
 
 Inference thread only.
 """
@@ -20,22 +20,22 @@ _Order = collections.OrderedDict[Node, int]
 
 
 class TierAccount:
-    """Maintained by the tree, which removes a node before any change that counts here and adds it again.
+    """The tree maintains it: it removes a node before a change that counts here, and adds it afterwards.
 
-    A chain is touched from its end to its beginning, so that tails of chains go before heads without visiting
-    the tree. Pinned blocks are in no order, so that the search for victims does not pass them each time.
+    A chain is touched from its end to its beginning, so that its end is evicted before its beginning without
+    a visit to the tree. Pinned blocks are in no order, so that the search for victims need not skip them.
     """
 
     def __init__(
         self, size_of: Callable[[Node], int], *, block_token_count: int, has_order: bool, by_owner: bool
     ) -> None:
-        """`has_order` allows to ask for victims of all owners, `by_owner` for those of one."""
+        """`has_order` allows searches for victims of all owners, `by_owner` of given owners."""
         self._size_of = size_of
         self._block_token_count = block_token_count
         self._order: _Order | None = collections.OrderedDict() if has_order else None
-        """Each node with a number that is larger the later it was used."""
+        """Nodes, least recently used first, each with a number that grows with the time of use."""
         self._orders: dict[Owner, _Order] | None = {} if by_owner else None
-        """The same by the root that owns them."""
+        """The same by owner."""
         self._numbers = count(1)
         self.used_bytes = 0
         self.block_count = 0
@@ -67,14 +67,14 @@ class TierAccount:
                 del self._orders[node.owner]
 
     def touch(self, node: Node) -> None:
-        """Record the use of a node; does nothing where it is in no order."""
+        """Record the use of a node; does nothing if it is in no order."""
         for order in self._orders_of(node):
             if node in order:
                 order[node] = next(self._numbers)
                 order.move_to_end(node)
 
     def demote(self, node: Node) -> None:
-        """Make a node the least recently used one; does nothing where it is in no order."""
+        """Make a node the least recently used one; does nothing if it is in no order."""
         for order in self._orders_of(node):
             if node in order:
                 order[node] = -next(self._numbers)
@@ -82,7 +82,7 @@ class TierAccount:
 
     @contextlib.contextmanager
     def resized(self, node: Node) -> Iterator[None]:
-        """Count a node anew when this ends; its place in the order stays."""
+        """Update the counts for a node whose size changes meanwhile; it keeps its place in the order."""
         self._count(node, -1)
         yield
         self._count(node, 1)
@@ -90,7 +90,7 @@ class TierAccount:
     def victims(
         self, needed_bytes: float, *, may_go: Callable[[Node], bool], owners: Collection[Owner] | None = None
     ) -> list[Node] | None:
-        """Return victims, of these owners or all, that free so much; None where all would not suffice."""
+        """Return victims, of these owners or of all, that free so many bytes; None if there are too few."""
         chosen = []
         for node in self.oldest(owners):
             if needed_bytes <= 0:

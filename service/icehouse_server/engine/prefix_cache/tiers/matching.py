@@ -1,7 +1,7 @@
 """Matching: the longest chain of known blocks that a prompt begins with and that can be restored.
 
-Pure functions over the prefix tree. Every node whose tokens are known is compared token by token, so that
-equal hashes alone never make a hit.
+Pure functions over the prefix tree. Nodes whose tokens are known are compared token by token, so that equal
+hashes alone never make a hit.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 
 _CANDIDATE_LIMIT = 512
-"""Children of one block that are compared token by token for a match that ends inside one."""
+"""Children of a block that are compared token by token for a match that ends inside one of them."""
 
 _UNREAD_LIMIT = 8
-"""Blocks of unknown tokens whose headers are read for one prompt."""
+"""Blocks with unknown tokens whose headers are read for one prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens of a lookup, h0 of fingerprint, tenant and adapter, and h0 of a tenant whose blocks may be
-    used for missing ones."""
+    """The tokens of a lookup; `root` is h0 of fingerprint, tenant and adapter, and `shared_root` that of a
+    tenant whose blocks may stand in for missing ones."""
 
     keys: TokenKeys
     root: BlockHash
@@ -34,18 +34,18 @@ class Prompt:
 
     @property
     def roots(self) -> tuple[BlockHash, ...]:
-        """Roots of the chains it may use, its own first."""
+        """Roots of the chains that it may use, its own first."""
         shared = self.shared_root
         return (self.root,) if shared is None or shared == self.root else (self.root, shared)
 
     @property
     def is_own(self) -> bool:
-        """Whether it may use its own tenant's blocks only."""
+        """Whether it may use only its own tenant's blocks."""
         return len(self.roots) == 1
 
     @property
     def limit(self) -> int:
-        """Tokens that may match: the last one always runs."""
+        """Tokens that may match: the last one is always computed."""
         return len(self.keys) - 1
 
 
@@ -55,7 +55,7 @@ class Match:
 
     nodes: tuple[Node, ...]
     token_count: int
-    """Tokens of the prompt covered; inside the last node when it is used in part."""
+    """Tokens of the prompt that are covered; ends inside the last node if that is used in part."""
     known_token_count: int
     """Tokens that match at all, whether or not their regions and checkpoints are there."""
 
@@ -72,7 +72,7 @@ def match(tree: PrefixTree, prompt: Prompt, *, with_ssd: bool = True) -> Match:
 
 
 def unread_nodes(tree: PrefixTree, prompt: Prompt) -> list[Node]:
-    """Return the latest blocks on SSD, a few, whose unknown tokens may begin like the rest of this prompt."""
+    """Return the latest few blocks on SSD whose tokens are unknown and may begin like the prompt's rest."""
     search = _Search(tree, prompt.roots, prompt.keys[: prompt.limit])
     last = search.boundaries[-1]
     if not tree.facts.cuttable_inside or last.token_index == len(search.keys):
@@ -96,9 +96,9 @@ class _Boundary:
     chain_count: int
     """Blocks of the search's chain before it."""
     parents: tuple[BlockHash, ...]
-    """Names of the block before it: for the tenant's own chain, and for the one whose prefix it shares."""
+    """Names of the block before it: in the tenant's own chain, and in the shared one if there is one."""
     names: tuple[BlockHash, ...]
-    """Names of the full block that follows, one for each parent; none where the rest is shorter."""
+    """Names of the full block that follows, one for each parent; none if the rest is shorter."""
 
 
 class _Candidate(NamedTuple):
@@ -110,10 +110,10 @@ class _Candidate(NamedTuple):
 
 
 class _Search:
-    """The known full blocks that some tokens begin with, and the boundaries between them.
+    """The known full blocks that a prompt's tokens begin with, and the boundaries between them.
 
-    Without kv regions the blocks between two checkpoints contain nothing and are not known, so the search
-    then goes on to the end of the tokens.
+    Without kv regions the blocks between two checkpoints are empty and not known, so the search then goes
+    on to the end of the tokens.
     """
 
     def __init__(
@@ -139,10 +139,10 @@ class _Search:
                 break
             parents = names
         self._ram_count = _count(takewhile(lambda node: RegionKind.KV in node.ram, self._chain))
-        """Blocks of the chain whose kv is in RAM, without a gap."""
+        """First blocks of the chain whose kv is in RAM, up to the first gap."""
         behind = islice(self._chain, self._ram_count, None) if with_ssd else ()
         self._kv_count = self._ram_count + _count(takewhile(lambda node: RegionKind.KV in node.ssd, behind))
-        """Blocks of the chain whose kv can be had: from RAM as far as that goes, then all from SSD."""
+        """First blocks of the chain whose kv is available: from RAM up to the first gap, then from SSD."""
 
     def candidates(self) -> Iterator[_Candidate]:
         """Yield the chains that the tokens begin with, longest first."""
@@ -170,8 +170,8 @@ class _Search:
         return nodes
 
     def is_usable(self, candidate: _Candidate) -> bool:
-        """Return whether a restore can be made. Kv is needed of every block, which `_ram_count` and
-        `_kv_count` tell; other regions only of the blocks in the window, and of the last."""
+        """Whether a candidate can be restored. Every block's kv is needed, see `_ram_count` and `_kv_count`;
+        other regions only of the blocks in the window and of the last block."""
         facts, last = self._tree.facts, next(self.backwards(candidate))
         if facts.needs_checkpoint and not (
             last.end_token_index == candidate.token_count
@@ -187,7 +187,7 @@ class _Search:
         return self._covers_window(candidate)
 
     def _covers_window(self, candidate: _Candidate) -> bool:
-        """Return whether the blocks cover the window, with its regions; without kv a chain may have gaps."""
+        """Whether the blocks cover the window and have its regions; without kv a chain may have gaps."""
         window = self._tree.facts.window_token_count
         window_start = max(0, candidate.token_count - window)
         covered_from = candidate.token_count
@@ -200,7 +200,7 @@ class _Search:
         return covered_from <= window_start
 
     def _inside(self, boundary: _Boundary) -> list[tuple[Node, int]]:
-        """Return children that begin like the rest, with the token count in common; longest first."""
+        """Return children that begin like the rest, each with the number of common tokens; longest first."""
         pairs = [(node, node.token_count) for node in self.whole(boundary)]
         if self._tree.facts.cuttable_inside:
             rest = self._rest(boundary)
@@ -220,8 +220,8 @@ class _Search:
 
 
 def _best(nodes: Sequence[Node], *, in_ram: bool) -> Node | None:
-    """Return the node with the most regions; of equal ones the first that continues the chain where it is,
-    `in_ram` or, behind the first gap there, on SSD."""
+    """Return the node with the most regions; of equal ones the first with the most in the tier from which
+    the chain continues: `in_ram`, or SSD after the first gap in RAM."""
     return max(nodes, key=lambda n: (len({*n.ram, *n.ssd}), len(n.ram if in_ram else n.ssd)), default=None)
 
 
@@ -230,7 +230,7 @@ def _count(nodes: Iterator[Node]) -> int:
 
 
 def common_prefix(known: TokenKeys, wanted: TokenKeys) -> int:
-    """Return the length in tokens of the beginning that two blocks have in common."""
+    """Return how many first tokens two blocks have in common."""
     limit = min(len(known), len(wanted))
     if known[:limit] == wanted[:limit]:
         return limit

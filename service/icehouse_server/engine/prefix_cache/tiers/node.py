@@ -1,4 +1,4 @@
-"""Node: one known block, in whichever tier. Inference thread only, pure data, no mlx."""
+"""Node: one known block, in either tier or both. Inference thread only, pure data, no mlx."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Spilling:
     """The state of a block's spill to SSD, until it is written or dropped."""
 
     size_bytes: int
-    """What it will take of its owner's quota on SSD."""
+    """Bytes that the block will take of its owner's SSD quota."""
     leaves_ram: bool = False
-    """Whether its RAM copy goes when it is written: others need the space."""
+    """Whether its RAM copy is dropped once it is written, because others need the space."""
     is_copied: bool = False
-    """Whether it is written from memory of its own, so that its RAM copy may go earlier."""
+    """Whether it is written from a copy in host memory, so that its RAM copy may be dropped earlier."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """One block of the prefix tree. The first four fields never change; the tiers' content, pin, owner and
-    spill are written by `PrefixTree` alone.
+    """One block of the prefix tree. The first four fields never change; only `PrefixTree` writes the tiers'
+    content, pin, owner and spill.
 
-    A region is opaque, and another block may share its bytes: two tails on one page both refer to it.
+    A region is opaque, and blocks may share its bytes: two tails on one page both refer to it.
     """
 
     hash: BlockHash
@@ -43,25 +43,25 @@ class Node:
     start_token_index: int
     token_count: int
     token_ids: TokenKeys | None = None
-    """Token keys; None for a block on SSD that this process never saw whole."""
+    """Token keys; None for a block on SSD whose tokens this process has not read yet."""
     ram: Regions = dataclasses.field(default_factory=lambda: NO_REGIONS)
     ram_sizes: Mapping[RegionKind, int] = dataclasses.field(default_factory=lambda: NO_SIZES)
-    """Bytes of each region in RAM that has any, taken once, when it came."""
+    """Bytes of each nonempty region in RAM, as when it was added."""
     ssd: Mapping[RegionKind, int] = dataclasses.field(default_factory=lambda: NO_SIZES)
-    """Bytes of each region on SSD; empty when the block is not committed there."""
+    """Bytes of each region on SSD; empty if the block is not committed there."""
     ssd_bytes: int = 0
-    """Of its file."""
+    """Size of its file."""
     spill: Spilling | None = None
     pin_end_time: float = NOT_PINNED
-    """When its pin ends (`Clock.wall`); `PrefixTree.end_pins` takes it off."""
+    """When its pin ends (`Clock.wall`); `PrefixTree.end_pins` then unpins it."""
     hit_count: int = 0
     last_used_time: float = 0.0
     owner: BlockHash | None = None
-    """The root that its chain begins below; None when a block between is not known."""
+    """The root below which its chain begins; None if a block between them is not known."""
     session: SessionKey | None = None
-    """The session that computed it and alone has used it; `Sessions` writes it."""
+    """The only session that has used it, or the parent of the only family; written by `Sessions`."""
     prefetched_token_count: int = 0
-    """Its last tokens that a prefetch computed and no request has begun with yet."""
+    """How many of its last tokens a prefetch computed and no request has reused yet."""
 
     @property
     def end_token_index(self) -> int:
@@ -73,7 +73,7 @@ class Node:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its regions in RAM, or where it is on SSD alone there."""
+        """Bytes of its regions in RAM, or on SSD if it is only there."""
         return self.ram_bytes or sum(self.ssd.values())
 
     @property
@@ -87,21 +87,21 @@ class Node:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is on its way to SSD and leaves RAM there."""
+        """Whether it is on its way to SSD and leaves RAM once written."""
         return self.spill is not None and self.spill.leaves_ram
 
     @property
     def may_leave_now(self) -> bool:
-        """Whether no write reads its RAM copy."""
+        """Whether its RAM copy can be dropped now: no write reads it."""
         return self.spill is None or self.spill.is_copied
 
     @property
     def is_safe(self) -> bool:
-        """Whether SSD has all that RAM has of it, so that only time is lost with the RAM copy."""
+        """Whether SSD has all of its regions in RAM, so that dropping these costs only time."""
         return self.spill is None and self.ram_sizes.keys() <= self.ssd.keys()
 
     def has(self, kind: RegionKind, *, with_ssd: bool) -> bool:
-        """Whether this region can be had from RAM, or with `with_ssd` from either tier."""
+        """Whether this region is in RAM, or with `with_ssd` in either tier."""
         return kind in self.ram or (with_ssd and kind in self.ssd)
 
     def may_be(self, keys: TokenKeys) -> bool:

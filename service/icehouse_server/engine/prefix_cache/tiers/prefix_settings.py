@@ -1,4 +1,4 @@
-"""Settings of the prefix cache, decided before it is made."""
+"""Settings of the prefix cache, fixed before it is made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class QuotaLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefixSettings:
-    """What the cache may do; from the configuration and the model's fingerprint."""
+    """Settings of one cache, from the configuration and the model."""
 
     fingerprint: Fingerprint
     block_token_count: int
@@ -32,16 +32,16 @@ class PrefixSettings:
     spill_policy: str = "off"
     """"on_evict", "write_behind" or "off"."""
     write_share_beside_passes: float = 1.0
-    """Of the time in which passes run, what writing behind takes where both need the same cores; 1 where they
-    do not."""
+    """Share of the time of passes that write-behind may take if both need the same cores; 1 if they do
+    not."""
     min_prefix_token_count: int = 0
     may_recompute: bool = True
     measured_on: str = ""
-    """Where rates are measured that decide this: the machine, the device and how blocks are written."""
+    """What measured rates depend on: the machine, the device and how blocks are written."""
     quotas: QuotaLimits = dataclasses.field(default_factory=QuotaLimits)
     name_secret: bytes = dataclasses.field(default=b"", repr=False)
-    """What blocks are named under besides their tokens; from the key where they are encrypted on SSD."""
+    """Secret in the hash of block names; derived from the key if blocks are encrypted on SSD, else empty."""
     min_reuse_token_count: int = 0
-    """Matches of fewer tokens, such as a lone start token, are computed instead."""
+    """Shorter matches, such as a lone start token, are computed instead of reused."""
     adapters: Mapping[AdapterName, AdapterDigest] = dataclasses.field(default_factory=dict)
     """The LoRA adapters that requests may name: each has chains of its own."""

@@ -1,7 +1,7 @@
-"""RAM tier: blocks on the device within a byte budget, and which of them go for others, to SSD or for good.
+"""RAM tier: blocks on the device within a byte budget, and which of them are evicted for others.
 
-Inference thread only. A block on its way to SSD keeps its regions until it is written, or copied to memory of
-its own. Its bytes count as free already, and the write queue bounds how many they are.
+Inference thread only. A block that leaves for SSD keeps its regions until it is written, or copied to other
+memory. Its bytes already count as free; the write queue bounds them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 
 _SAMPLE_LIMIT = 4096
-"""Blocks sampled for the ages of all, evenly over the order of use."""
+"""Blocks sampled for the percentiles of age, evenly over the order of use."""
 
 
 COPIED_BYTES = 64 << 20
-"""Of blocks that are copied in a step to make space while others run, who wait for it: some 6 ms for 32 MiB
+"""Limit of the blocks copied in one step to make space. Running requests wait meanwhile: some 6 ms for 32 MiB
 on two x86 cores."""
 
 
 class RamTier:
-    """Keeps the blocks in RAM within the budget plus what is leaving."""
+    """Keeps the blocks in RAM within the budget; blocks that are leaving do not count."""
 
     def __init__(self, tree: PrefixTree, *, spills: Spills, quotas: TenantQuotas) -> None:
         self._tree = tree
@@ -37,21 +37,21 @@ class RamTier:
         spills.when_handed_over = self._evict_copied
         self.limit_bytes = tree.settings.ram_limit_bytes
         self.stats = TierStats()
-        """What left the tier since start."""
+        """Counters of what left the tier since the start."""
 
     def put(self, node: Node, regions: Regions, *, protected: Hashes, request_id: RequestId) -> None:
-        """Add regions of a block if space can be made; blocks that spill for it are written for a request."""
+        """Add regions of a block if space can be made; blocks that spill for them carry `request_id`."""
         stay, size_bytes = {node.hash, *protected}, sum(region.size_bytes for region in regions.values())
         if self._make_space(size_bytes, protected=stay, owner=node.owner, request_id=request_id):
             self._tree.add_regions(node, regions)
 
     def has_space(self, regions: Regions) -> bool:
-        """Whether these fit without evicting another block."""
+        """Whether these regions fit without evicting another block."""
         size_bytes = sum(region.size_bytes for region in regions.values())
         return self._tree.ram.used_bytes + size_bytes - self.leaving_bytes <= self.limit_bytes
 
     def note_use(self, nodes: Sequence[Node], *, now: float, request_id: RequestId) -> None:
-        """Record that a prompt begins with this chain: it stays longer, in both tiers."""
+        """Record that a prompt begins with this chain, so that it stays longer in both tiers."""
         self._tree.touch(nodes, now=now)
         self._spills.touch(nodes)
         self.retain(nodes, request_id)
@@ -67,18 +67,18 @@ class RamTier:
     def yield_bytes(self, size_bytes: int, *, protected: Hashes = (), by_spilling: bool = False) -> int:
         """Release least recently used blocks of at least this size from RAM; return the bytes free now.
 
-        They are dropped, since spilled ones take memory until they are written; or `by_spilling`, until so
-        much is free or on its way to SSD, or as many are copied as a step may.
+        They are dropped, since spilled blocks take memory until they are written. With `by_spilling` they are
+        spilled, until enough is free or on its way to SSD, or one step's limit of copies is reached.
         """
         freed_bytes = copied_bytes = 0
         for node in self._to_yield(size_bytes - by_spilling * self.leaving_bytes, protected):
             before_bytes, is_copied = node.ram_bytes, by_spilling and self._spills.wants(node)
             if is_copied and (self._spills.must_wait(node) or copied_bytes >= COPIED_BYTES):
-                break  # there will be credit once the queue is written, and later steps copy more
+                break  # the queue will have space once it is written, and later steps copy more
             if by_spilling:
                 self._release(node, protected=protected, request_id=None)
             else:
-                self._evict(node)  # from a copy it may still be written
+                self._evict(node)  # if it was copied, it is still written
             copied_bytes += is_copied * before_bytes
             freed_bytes += before_bytes - node.ram_bytes
         return freed_bytes
@@ -92,7 +92,7 @@ class RamTier:
         return self._tree.ram.used_bytes - stay_bytes + self.leaving_bytes
 
     def retain(self, nodes: Sequence[Node], request_id: RequestId | None) -> list[Node]:
-        """Retain blocks that were to leave RAM if others can go instead; return those that leave."""
+        """Keep blocks that were leaving RAM if others can go instead; return those that still leave."""
         protected = [node.hash for node in nodes]
         for node in nodes:
             if node.spill is not None and node.spill.leaves_ram and node.ram:
@@ -102,9 +102,9 @@ class RamTier:
         return [node for node in nodes if node.is_leaving]
 
     def end_spill(self, node: Node, *, is_pinned_on_ssd: bool) -> None:
-        """Clear the state of a block's spill; a block that was leaving goes now.
+        """Clear the state of a block's spill; a block that was leaving is evicted now.
 
-        A pinned one stays if it can unless it `is_pinned_on_ssd`: it was not written, or not as pinned.
+        A pinned block that is not pinned on SSD, since it was not written or not as pinned, stays if it fits.
         """
         spill = self._tree.end_spill(node)
         if spill is not None and spill.leaves_ram:
@@ -113,19 +113,19 @@ class RamTier:
                 self._evict(node)
 
     def lose_storage(self) -> None:
-        """Nothing is written any more: all spills under way have ended, and blocks that were leaving go."""
+        """End all spills, since nothing is written any more; blocks that were leaving are evicted."""
         self._spills.lose_storage()
-        # Blocks that stay in RAM end first, so that they may go for a pinned block that was to leave.
+        # Spills of blocks that stay end first, so that those can be evicted for a pinned one that leaves.
         for node in sorted(self._tree.spilling, key=lambda node: node.is_leaving):
             self.end_spill(node, is_pinned_on_ssd=False)
 
     def purge(self, node: Node) -> None:
-        """Drop a block by order, a pinned one too."""
+        """Drop a block because a command says so, even a pinned one."""
         self.stats.purged_block_total += self._tree.drop(node)
 
     @property
     def leaving_bytes(self) -> int:
-        """Bytes of blocks that leave RAM when they are written."""
+        """Bytes of the blocks that leave RAM when they are written."""
         return sum(node.ram_bytes for node in self._leaving)
 
     def snapshot(self, *, now: float) -> TierStats:
@@ -147,7 +147,7 @@ class RamTier:
     ) -> bool:
         """Release blocks until `size_bytes` more of this owner fit into its quota and into the budget.
 
-        False, and nothing changed, when that cannot be. Blocks that spill are written for `request_id`.
+        False, and nothing changed, if that is impossible. Blocks that spill carry `request_id`.
         """
         own = self._quotas.ram_victims(owner, size_bytes, protected=protected)
         if own is None:
@@ -163,7 +163,7 @@ class RamTier:
         return True
 
     def _to_yield(self, size_bytes: int, protected: Hashes) -> list[Node]:
-        """Return blocks to release, of at least this size; last, pinned blocks that are safe on SSD."""
+        """Return blocks to release, together of at least this size; pinned blocks safe on SSD come last."""
         chosen: list[Node] = []
         pinned = (node for node in self._tree.pinned_in_ram if node.is_safe)
         for node in chain(self._tree.ram.oldest(), pinned):
@@ -178,7 +178,7 @@ class RamTier:
         return self._make_space(0, protected=protected, owner=node.owner, request_id=request_id)
 
     def _release(self, node: Node, *, protected: Hashes, request_id: RequestId | None) -> None:
-        """Spill a block and let it leave RAM then; evict it now where it is not spilled."""
+        """Spill a block, which then leaves RAM once it is written; evict it now if it is not spilled."""
         if not node.is_spilling:
             self._spills.send(node, protected=protected, request_id=request_id)
         if node.spill is not None:
@@ -188,7 +188,7 @@ class RamTier:
             self._evict(node)
 
     def _evict_copied(self, node: Node) -> None:
-        """Evict a block that is leaving, if it is written from a copy."""
+        """Evict a block that is leaving if it is written from a copy."""
         if node.spill is not None and node.spill.leaves_ram and node.spill.is_copied:
             self._evict(node)
 

@@ -1,4 +1,4 @@
-"""Runner port of the prefix cache: what cuts and restores blocks on the device.
+"""Runner port of the prefix cache: how blocks are cut and restored on the device.
 
 Regions are opaque here. The runner cuts them from caches and copies them to and from host memory. The port to
 the SSD tier is `storage.api`.
@@ -26,12 +26,12 @@ class CacheFacts:
     window_token_count: int = 0
     """The longest sliding window in tokens, 0 if there is none."""
     shortest_window_token_count: int = 0
-    """The shortest one; 0 where there is none, or where all have the same length."""
+    """The shortest one; 0 if there is none or all have the same length."""
     shares_blocks: bool = False
-    """Whether sequences and blocks share pages of kv, so that captures and restores copy none."""
+    """Whether sequences and blocks share pages of kv, so that captures and restores copy no kv."""
 
     def needed_kinds(self, *, end_token_index: int, token_count: int) -> tuple[RegionKind, ...]:
-        """Return the regions of a block with this end that a restore to `token_count` tokens needs."""
+        """Return the regions that a restore of `token_count` tokens needs of a block with this end."""
         kinds = [RegionKind.KV] if self.has_kv else []
         if self.window_token_count and end_token_index > token_count - self.window_token_count:
             kinds.append(RegionKind.WINDOW)
@@ -42,8 +42,8 @@ class CacheFacts:
     def holds_window(self, block_token_count: int, *, passed_token_count: int) -> bool:
         """Whether a full block's windows can still be cut after so many more tokens were decoded.
 
-        A cache holds its window's tokens and no more: a window no longer than the block has lost some of the
-        block's tokens with the first one decoded.
+        A cache holds only its window's tokens: if the window is no longer than the block, the first decoded
+        token already pushes out one of the block's.
         """
         shortest = self.shortest_window_token_count or self.window_token_count
         return shortest > 0 and shortest - min(block_token_count, shortest) >= passed_token_count
@@ -51,7 +51,7 @@ class CacheFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedBlock:
-    """One block of a restore with the regions that are on the device."""
+    """One block of a restore with those of its regions that are on the device."""
 
     start_token_index: int
     token_count: int
@@ -63,23 +63,23 @@ class PlacedBlock:
 
 
 class HostCopy(Protocol):
-    """Regions on their way to host memory; it keeps them alive until `take`."""
+    """A copy of regions to host memory under way; it keeps the regions alive until `take`."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `take` would not wait for a pass of the device."""
+        """Whether `take` would return without waiting for a pass of the device."""
 
     def take(self) -> tuple[HostRegion, ...]:
-        """Return the bytes, which another thread may read and drop; waits for them if necessary."""
+        """Return the bytes, waiting for them if necessary; another thread may read and drop them."""
 
     @property
     def is_apart(self) -> bool:
-        """Whether the bytes are a copy, so that the regions' memory can be freed first."""
+        """Whether the bytes are in other memory, so that the regions' can be freed before the write."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestoreInput:
-    """All that a restore needs: blocks in ascending order."""
+    """The input of a restore: blocks in ascending order."""
 
     blocks: tuple[PlacedBlock, ...]
     token_count: int
@@ -94,23 +94,23 @@ class CacheRunner(Protocol):
         """Return evaluated copies of these regions of an open or decoding sequence."""
 
     def begin_load(self, blocks: Sequence[PlannedBlock]) -> KvTarget | None:
-        """Return memory for the kv of these blocks, where it lies in pages; None without enough of it."""
+        """Return pages to read the kv of these blocks into; None without enough of them."""
 
     def end_load(self, place: KvTarget) -> Sequence[Region]:
-        """Return the kv of the blocks that the memory was for, all of which were read and verified."""
+        """Return the kv of the blocks that the pages were for; all were read and verified."""
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
-        """Begin to rebuild a sequence's caches. Raises StorageError when the input is not enough."""
+        """Begin to rebuild a sequence's caches. Raises StorageError if the input is incomplete."""
 
     def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
         """Rebuild for about `budget_s`; True once the sequence is open. Raises StorageError."""
 
     def misfit(self, regions: Sequence[HostRegion], *, token_count: int) -> str:
-        """Return why these regions cannot be those of a block of so many tokens that was computed elsewhere;
-        "" where they can."""
+        """Return why regions computed elsewhere cannot be those of a block of so many tokens; "" if they
+        can."""
 
     def from_host(self, region: HostRegion) -> Region:
-        """Copy host memory onto the device, evaluated."""
+        """Copy a region from host memory to the device, evaluated."""
 
     def begin_to_host(self, regions: Sequence[Region]) -> HostCopy:
-        """Have regions copied to host memory, behind the device's current work."""
+        """Begin to copy regions to host memory, after the device's current work."""

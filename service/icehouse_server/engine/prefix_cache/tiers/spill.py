@@ -1,9 +1,9 @@
-"""Spills: which blocks may leave RAM for SSD, with credit before anything is copied, and what is under way.
+"""Spills: which blocks may go from RAM to SSD, and those under way. Nothing is copied without credit.
 
-A block that is accepted is copied to host memory and then handed over to the storage thread; the row in its
-manifest is the commit. Where a pass is in flight the copy is made behind it, and handed over in a later step:
-nothing waits for it unless it must be there at once. The write queue's credit bounds the bytes being copied.
-Each node says whether it is under way (`Node.spill`). Inference thread only.
+An accepted block is copied to host memory and then handed over to the storage thread; the row in the manifest
+is the commit. If a pass is in flight the device copies after it, and the copy is handed over in a later step:
+nothing waits for it unless an order needs it at once. The write queue's credit bounds the bytes being copied.
+`Node.spill` says whether a node is under way. Inference thread only.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _log = logging.getLogger("icehouse.engine")
 _CHECK_INTERVAL_S = 0.5
 """How often a flush checks whether the storage thread hangs."""
 _SHORT_CHILD_LIMIT = 64
-"""Children of a block below the minimum that are checked for a longer prefix."""
+"""Children of a too short block that are checked for a longer prefix."""
 
 
 class _Copying(NamedTuple):
-    """A block on its way to host memory; it will take `size_bytes` of the write queue."""
+    """A block being copied to host memory; it will take `size_bytes` of the write queue."""
 
     node: Node
     header: BlockHeader
@@ -44,7 +44,7 @@ class _Copying(NamedTuple):
 
 
 class Spills:
-    """The spills of one cache. A `request_id` says for which request a block is written; None for none."""
+    """The spills of one cache. `request_id` is the request that a block is written for, or None."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Spills:
         waits: StorageWaits,
         ended: Callable[[Node, Persisted | Failure], object],
     ) -> None:
-        """`ended` is called for each block that was sent, once it is written or dropped."""
+        """`ended` is called for each block that was sent, after it is written or dropped."""
         self._tree = tree
         self._settings = tree.settings
         self._quotas = quotas
@@ -63,13 +63,13 @@ class Spills:
         self._waits = waits
         self._ended = ended
         self._copying: collections.deque[_Copying] = collections.deque()
-        """In the order of `send`, in which the copies also end."""
+        """In the order of `send`, in which the copies also finish."""
         self._copying_bytes = 0
-        """What these will take of the write queue."""
+        """Bytes of the write queue that these will take."""
         self.when_handed_over: Callable[[Node], None] = lambda node: None
         """Called when the storage thread has the bytes of a block."""
         self.is_over: Callable[[Node], bool] = lambda node: False
-        """Whether nobody needs a block any more, so that it is not worth a write."""
+        """Whether a block's session has ended, so that it is not worth a write."""
         self._removals: dict[Ticket[Purged], Names] = {}
         self.drop_totals: collections.Counter[SpillDropCause] = collections.Counter()
         """Blocks that were not sent to SSD."""
@@ -90,21 +90,21 @@ class Spills:
 
     @property
     def under_way_count(self) -> int:
-        """Blocks that are being copied or with the storage thread, and not yet written or dropped."""
+        """Number of blocks being copied or with the storage thread, not yet written or dropped."""
         return len(self._tree.spilling)
 
     @property
     def removal_count(self) -> int:
-        """Orders to remove blocks from SSD that the storage thread has not carried out yet."""
+        """Number of removal orders that the storage thread has not carried out yet."""
         return len(self._removals)
 
     def is_to_be_removed(self, block: BlockHash) -> bool:
-        """Whether such an order names this block."""
+        """Whether a pending removal order names this block."""
         return any(block in blocks for blocks in self._removals.values())
 
     def remove(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
-        """Order blocks to be removed from SSD, and with `is_final` from where other servers could fetch them;
-        None when the storage thread's queue is full."""
+        """Order blocks to be removed from SSD, with `is_final` also from the store shared with other servers;
+        None if the storage thread's queue is full."""
         if self.storage is None:
             return None
         self._finish_copies(blocks)
@@ -115,21 +115,21 @@ class Spills:
         return ticket
 
     def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
-        """Have blocks on SSD, or on their way there, pinned or unpinned; None when the queue is full."""
+        """Pin or unpin blocks on SSD or on their way there; None if the storage thread's queue is full."""
         assert self.storage is not None, "there is no SSD tier"
         self._finish_copies(blocks)
         return self.storage.pin(blocks, end_time)
 
     def settle(self, blocks: Names) -> Ticket[Purged] | None:
-        """Return a ticket that comes when these blocks, and all sent before, are written or dropped; None
-        when the storage thread's queue is full."""
+        """Return a ticket that is answered when these blocks and all sent before them are written or dropped;
+        None if the storage thread's queue is full."""
         assert self.storage is not None, "there is no SSD tier"
         self._finish_copies(blocks)
-        # An order for nothing: it waits for what was put before it.
+        # Deletes nothing, but is carried out after everything that was put before it.
         return self.storage.delete(())
 
     def adopt(self, node: Node, block: HostBlock) -> Ticket[Persisted]:
-        """Write a block that was never in RAM; there must be credit for it."""
+        """Write a block that was never in RAM; the write queue must have space for it."""
         assert self.storage is not None, "there is no SSD tier"
         self._tree.begin_spill(node, size_bytes=block.size_bytes + OVERHEAD_BYTES)
         ticket = self.storage.put(block)
@@ -143,13 +143,13 @@ class Spills:
             self.storage.touch(stored)
 
     def demote(self, nodes: Sequence[Node]) -> None:
-        """Make blocks the next to go from SSD, the last one first; where too much is queued, they stay."""
+        """Make blocks the next to be evicted from SSD, the last one first; no effect if the queue is full."""
         stored = tuple(node.hash for node in nodes if node.ssd)
         if stored and self.storage is not None:
             self.storage.demote(stored)
 
     def lose_storage(self) -> None:
-        """Nothing is written or removed any more."""
+        """Forget all copies and removals: the SSD tier is lost."""
         self._waits.storage = None
         self._copying.clear()
         self._copying_bytes = 0
@@ -160,30 +160,30 @@ class Spills:
         return self._is_due(node) and not self._is_short(node)
 
     def has_credit(self, node: Node) -> bool:
-        """Whether the write queue takes this block now."""
+        """Whether the write queue has space for this block now."""
         return self.has_queue_space(_queue_bytes(node))
 
     def has_queue_space(self, size_bytes: int) -> bool:
-        """Whether the write queue takes so many bytes now, beside the blocks that are being copied."""
+        """Whether the write queue has space for so many bytes besides the blocks being copied."""
         wanted_bytes = self._copying_bytes + size_bytes
         return self.storage is not None and wanted_bytes <= self.storage.queue_space_bytes
 
     def must_wait(self, node: Node) -> bool:
-        """Whether the write queue has no space for this block now, and will have: this model's blocks are in
-        it, or those of others."""
+        """Whether the write queue is too full for this block now, but will have space once it drains. It may
+        be full of other models' blocks."""
         size_bytes = _queue_bytes(node)
         can_fit = self.storage is not None and size_bytes <= self.storage.block_limit_bytes
         return can_fit and not self.has_queue_space(size_bytes)
 
     def offer(self, node: Node, *, request_id: RequestId | None) -> None:
-        """Send a block before RAM needs its space; where the write queue is full, it can wait."""
+        """Send a block before RAM needs its space, if the write queue has space for it."""
         if self.wants(node) and self.has_credit(node):
             self.send(node, request_id=request_id)
 
     def send(self, node: Node, *, protected: Hashes = (), request_id: RequestId | None) -> bool:
-        """Send a block if it may go and is not there yet; False when it was not sent.
+        """Send a block to SSD if it may go and is not there yet; False if it was not sent.
 
-        `protected` blocks are not removed from SSD for it, where its owner's quota is full.
+        If its owner's quota is full, older blocks are removed from SSD for it, but no `protected` ones.
         """
         if not self._is_due(node):
             return False
@@ -209,12 +209,12 @@ class Spills:
         return True
 
     def hand_over(self, *, may_wait: bool) -> None:
-        """Hand over the blocks that are copied by now; with `may_wait`, which no pass waits for, all."""
+        """Hand over the blocks whose copies are finished; with `may_wait`, which no pass waits for, all."""
         while self._copying and (may_wait or self._copying[0].copy.is_done):
             self._hand_over_next()
 
     def _finish_copies(self, blocks: Names) -> None:
-        """Hand over these blocks, and those before them, now: an order about them follows."""
+        """Hand over these blocks and those before them now: an order that names them follows."""
         while any(each.node.hash in blocks for each in self._copying):
             self._hand_over_next()
 
@@ -229,7 +229,7 @@ class Spills:
         self.when_handed_over(node)
 
     def fits_quota(self, node: Node, size_bytes: int, protected: Hashes) -> bool:
-        """Remove older blocks of the same owner from SSD where its quota requires it."""
+        """Whether a block fits its owner's SSD quota; removes older blocks of the owner if that takes it."""
         victims = self._quotas.ssd_victims(node, size_bytes, protected=protected)
         if victims is None or (victims and self.remove(tuple(victim.hash for victim in victims)) is None):
             return False
@@ -239,23 +239,23 @@ class Spills:
 
     def _is_due(self, node: Node) -> bool:
         is_whole = not self._tree.facts.has_kv or RegionKind.KV in node.ram
-        # A block on SSD goes again when RAM has all of it and more: a checkpoint that was taken later.
+        # A block on SSD is written again if RAM has all of it and more: a checkpoint that was taken later.
         is_news = is_whole and not node.is_spilling and node.ram_sizes.keys() > node.ssd.keys()
         return self.is_on and is_news and (node.is_pinned or not self.is_over(node))
 
     def _is_short(self, node: Node) -> bool:
-        """Whether it ends a prefix below the minimum, and no longer one goes through it."""
+        """Whether a block ends a prefix below the minimum, and is part of no longer one."""
         wanted = self._settings.min_prefix_token_count
         if node.end_token_index >= wanted or self._tree.reach(node) >= wanted:
             return False
-        # Only full blocks have others behind them. Of many short ones, the latest stand for all.
+        # Only full blocks have children. If there are many, the latest stand for all.
         full = self._settings.block_token_count
         children = self._tree.children(node.hash, limit=_SHORT_CHILD_LIMIT)
         return all(self._is_short(child) for child in children if child.token_count == full)
 
 
 def _queue_bytes(node: Node) -> int:
-    """Return what a block takes of the write queue, and of its owner's quota on SSD."""
+    """Return the bytes that a block takes of the write queue and of its owner's SSD quota."""
     return node.ram_bytes + OVERHEAD_BYTES
 
 
@@ -266,10 +266,10 @@ def flush(
     clock: Clock,
     deadline_time: float,
 ) -> Iterator[float]:
-    """Spill what SSD lacks of `nodes` after a drain, the last one first, and log the result.
+    """Spill those of `nodes` that SSD lacks, the last one first, after a drain; log the result.
 
-    It ends when all is written or dropped, at the deadline, or when the storage thread is stalled. Yields
-    for how many seconds at most that thread's reports may be waited for; they are to be taken in then.
+    Ends when all are written or dropped, at the deadline, or when the storage thread hangs. Yields the most
+    seconds that the caller may wait for that thread's reports before it receives them and continues.
     """
     began_time = clock.monotonic()
     waiting = [node for node in nodes if spills.wants(node)]

@@ -1,8 +1,8 @@
 """Storage waits: who waits for which ticket of the cold tier and for how long (inference thread).
 
-A disk can hang: a read that does not return, a directory that does not open. A wait is given up after a
-multiple of the time that computing the prompt would take, and nothing more is read until the disk has
-answered what was abandoned. Slow is not hung: a load may take long as long as it makes progress.
+A disk can hang: a read does not return, a directory does not open. A wait is given up after a multiple of
+the time that computing the prompt would take, and nothing more is read until the abandoned reads have
+returned. Slow is not hung: a load may take longer if it makes progress.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ _SLOW_S = 10.0
 _CHECK_INTERVAL_S = 0.1
 _ADOPT_WEIGHT = 0.3
 _LEAST_LOADS = 3
-"""Fewer are not enough to go by: the first load after a start may meet cold files and fresh pages."""
+"""Rates of fewer loads are not trusted: the first load after a start may meet cold files and fresh pages."""
 _UNTRIED = 0.99
-"""Factor on the predicted restore time for each prompt that was computed instead, so that a restore that was
-slow for a while is tried again: after 10 prompts where it took a tenth longer, 230 where ten times as
-long."""
+"""Factor on the predicted restore time for each prompt that was computed instead, so that restores are tried
+again after a slow phase: after 10 prompts if they took a tenth longer than computing, after 230 if ten times
+as long."""
 _UNTRIED_RECALLED = 0.9
-"""The same where only an earlier run found it slow, whose disk may have hung: after 1 prompt, and 22."""
+"""The same if only an earlier run, whose disk may have hung, found restores slow: after 1 and 22 prompts."""
 
 
 @dataclasses.dataclass(slots=True)
 class Rates:
-    """Moving averages of what was measured; they begin with what an earlier run learned here, or with 0."""
+    """Moving averages of measured rates; they begin with those of an earlier run on this machine, or 0."""
 
     measured_on: str = ""
-    """As `LearnedRates` says it."""
+    """As in `LearnedRates`."""
     read_bytes_per_s: float = 0.0
     adopt_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     load_count: int = 0
-    """Of this run."""
+    """Loads of this run."""
     reads_hang: bool = False
     """Whether an abandoned read has not returned from the disk: no more reads are planned until it has."""
     untried_count: int = 0
     """Prompts since the last load that were computed because that seemed faster."""
     unfetched_count: int = 0
-    """The same of what other servers have stored."""
+    """The same for blocks that other servers have stored, since the last fetch."""
     _recalled_bytes_per_s: float = dataclasses.field(default=0.0, init=False)
-    """How fast an earlier run read."""
+    """The read rate of an earlier run."""
     _adopt: MovingAverage = dataclasses.field(
         default_factory=lambda: MovingAverage(weight=_ADOPT_WEIGHT), init=False, repr=False, compare=False
     )
@@ -77,7 +77,7 @@ class Rates:
     )
 
     def recall(self, learned: LearnedRates) -> None:
-        """Begin with what an earlier run learned, if that was here and this one has not read yet."""
+        """Begin with an earlier run's rates if they were measured here and this run has not read yet."""
         if learned.measured_on != self.measured_on or self.read_bytes_per_s:
             return
         self._recalled_bytes_per_s = self.read_bytes_per_s = learned.read_bytes_per_s
@@ -87,7 +87,7 @@ class Rates:
 
     @property
     def learned(self) -> LearnedRates | None:
-        """What the next run may begin with; None while too little is known."""
+        """The rates that the next run may begin with; None while too little is known."""
         made = LearnedRates(
             self.measured_on,
             self.read_bytes_per_s,
@@ -107,15 +107,15 @@ class Rates:
         return self._is_recalled or self.load_count >= _LEAST_LOADS
 
     def note_read(self, bytes_per_s: float) -> None:
-        """Record the average speed of loads after one more of them."""
+        """Record the average speed of loads after another load."""
         self.load_count += 1
         self.untried_count = 0
-        # A load may be slow by accident, but not fast.
+        # A load may be slow by accident, but never fast by accident.
         recalled = self._recalled_bytes_per_s if self._is_recalled else 0.0
         self.read_bytes_per_s = max(bytes_per_s, recalled)
 
     def note_adopt(self, tokens_per_s: float) -> None:
-        """Record how fast caches were rebuilt once more."""
+        """Record how fast a restore rebuilt its caches."""
         self.adopt_tokens_per_s = self._adopt.add(tokens_per_s)
 
     def note_prefill(self, tokens_per_s: float) -> None:
@@ -130,17 +130,17 @@ class Rates:
         return _believed_s(read_s + adopt_s, self.untried_count, factor=factor)
 
     def prefill_s(self, token_count: int) -> float:
-        """Predict how long computing takes, in seconds; 0 before anything was measured."""
+        """Predict how long computing so many tokens takes, in seconds; 0 before anything was measured."""
         return token_count / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
 
     def recompute_is_faster(self, *, ssd_bytes: int, token_count: int) -> bool:
-        """Predict whether computing is faster than reading; False while too little is known."""
+        """Predict whether computing is faster than restoring; False while too little is known."""
         is_measured = self._is_known and self.read_bytes_per_s and self.prefill_tokens_per_s
         restore_s = self.restore_s(ssd_bytes=ssd_bytes, token_count=token_count)
         return bool(is_measured) and restore_s > self.prefill_s(token_count)
 
     def fetch_is_slower(self, found: Found, *, token_count: int) -> bool:
-        """Predict whether computing is faster than fetching what was found and restoring it; False while too
+        """Predict whether computing is faster than fetching and restoring the found blocks; False while too
         little was measured."""
         if not (found.fetch_bytes_per_s and self.prefill_tokens_per_s):
             return False
@@ -150,14 +150,14 @@ class Rates:
 
 
 def _believed_s(predicted_s: float, untried_count: int, *, factor: float = _UNTRIED) -> float:
-    # A product: powers differ from processor to processor in the last bit.
+    # A product, since `pow` differs between processors in the last bit.
     return predicted_s * math.prod(itertools.repeat(factor, untried_count))
 
 
 class Awaited(NamedTuple):
-    """A ticket to wait for, and for how long. The outcome is a `Failure` for `Trouble.TIMED_OUT` after
-    `limit_s`, or when a read makes no progress and computing `token_count` tokens would be faster (0: what
-    nobody would compute). With neither the wait has no limit of its own."""
+    """A ticket to wait for, and the limits of the wait. The outcome is a `Failure` for `Trouble.TIMED_OUT`
+    after `limit_s`, or, with a `token_count`, when a read makes no progress for a multiple of the time that
+    computing so many tokens would take (0: nobody would compute them). With neither there is no limit."""
 
     ticket: Ticket[Any]
     token_count: int | None = None
@@ -165,12 +165,12 @@ class Awaited(NamedTuple):
 
 
 Steps = Generator[Awaited, Any, _Result]
-"""Work that needs the cold tier: it yields what it waits for, and is sent the outcome."""
+"""Work that needs the cold tier: it yields each ticket that it waits for, and is sent the outcome."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Wait:
-    """One wait. Its time is a reading of `Clock.monotonic`."""
+    """One wait; `began_time` is a reading of `Clock.monotonic`."""
 
     then: Callable[[Any], object]
     began_time: float
@@ -179,13 +179,13 @@ class _Wait:
 
 
 class StorageWaits:
-    """The unanswered tickets of the cold tier, and their waits, each called back once and in order."""
+    """The open tickets of the cold tier and their waits; each wait is called back once, in order."""
 
     def __init__(self, storage: ColdTier | None, rates: Rates, clock: Clock) -> None:
         self.storage = storage
         """The tier; None without one, and once it is lost."""
         self.inventory: Ticket[Any] = Ticket()
-        """Stands for the tier's first inventory, which comes unasked."""
+        """A ticket for the tier's first inventory, which comes without an order."""
         self._rates = rates
         self._clock = clock
         self._waiting: dict[Ticket[Any], list[_Wait]] = {}
@@ -205,7 +205,7 @@ class StorageWaits:
         self._waiting.setdefault(ticket, []).append(wait)
 
     def follow(self, steps: Steps[_Result], then: Callable[[_Result], object] = lambda result: None) -> bool:
-        """Do work that needs the tier and call `then` with its result; return whether it has to wait."""
+        """Run work that needs the tier and call `then` with its result; return whether it has to wait."""
         return self._go_on(steps, then, None)
 
     def _go_on(self, steps: Steps[_Result], then: Callable[[_Result], object], outcome: object) -> bool:
@@ -219,7 +219,7 @@ class StorageWaits:
         return True
 
     def complete(self, ticket: Ticket[Any]) -> None:
-        """Pass a ticket's outcome on to those who still wait for it."""
+        """Pass a ticket's outcome to those that still wait for it."""
         self._end(ticket, ticket.outcome)
 
     def complete_inventory(self) -> None:
@@ -231,7 +231,7 @@ class StorageWaits:
         self._end(self.inventory, Failure(Trouble.LOST))
 
     def lose_storage(self) -> None:
-        """The tier is gone for good: it contains nothing, and no ticket will be answered."""
+        """Note that the tier is lost for good: it contains nothing, and no ticket will be answered."""
         self.storage = None
         for ticket in [each for each in self._waiting if each is not self.inventory]:
             self._end(ticket, Failure(Trouble.LOST))
@@ -257,11 +257,11 @@ class StorageWaits:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the storage thread hangs, so that nothing is written, removed or counted."""
+        """Whether the storage thread hangs, so that it writes, removes and counts nothing."""
         return self.storage is not None and self.storage.stall_s >= STALL_LIMIT_S
 
     def hang_detail(self) -> str:
-        """Say which part of the tier does not answer, and what follows; empty where all is well."""
+        """Return which part of the tier does not answer, and what follows from that; "" if all is well."""
         return "" if self.storage is None else hang_detail(self.storage)
 
     def _end(self, ticket: Ticket[Any], outcome: object) -> None:

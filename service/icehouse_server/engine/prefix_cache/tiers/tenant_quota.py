@@ -1,8 +1,8 @@
-"""Tenant quotas: what each tenant's blocks take of the tiers, and which go when a quota is full.
+"""Tenant quotas: what each tenant's blocks take of the tiers, and which are evicted when a quota is full.
 
-Inference thread only. A tenant is known here by its roots, h0: every chain begins below one, so blocks on SSD
-have an owner again after a restart, though no name is stored. A tenant has one root for the bare model and
-one for each adapter, and one quota for all of them. A tenant over its quota loses its own blocks only.
+Inference thread only. A tenant is identified by its roots (h0). Every chain begins below a root, so blocks on
+SSD have an owner again after a restart, though no tenant's name is stored. A tenant has one root for the bare
+model and one for each adapter, and one quota for all. A tenant over its quota loses only its own blocks.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.errors import Overloaded, Reason
 
 ROOT_LIMIT = 1024
-"""Tenants whose roots are remembered; those of the others are computed anew."""
+"""Tenants whose roots are remembered; those of others are computed again."""
 
 _SLACK = 0.05
-"""Part of the SSD quota that is freed beyond what is needed, so that not every spill looks for victims."""
+"""Share of the SSD quota that is freed beyond the need, so that not every spill has to look for victims."""
 
 _PINNED_SHARE = 0.75
-"""Part of each tier, and of a tenant's quota of it, that pinned blocks may take, so that something can go."""
+"""Share of each tier, and of a tenant's quota of it, that pinned blocks may take; the rest is evictable."""
 
 _PINNED_RETRY_S = 60.0
-"""Pins stay until they end or somebody removes them."""
+"""Long, since pins stay until they end or somebody removes them."""
 
 
 class TenantQuotas:
-    """Roots of tenants, and the victims where one takes too much."""
+    """The roots of tenants, and the victims when a tenant takes too much."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
@@ -42,7 +42,7 @@ class TenantQuotas:
         self._kin: dict[BlockHash, frozenset[BlockHash]] = {}
 
     def root(self, scope: CacheScope) -> BlockHash:
-        """Return h0 for this model, tenant and adapter, which must be one of those served."""
+        """Return h0 for this model, tenant and adapter; the adapter must be one of those served."""
         if scope.tenant not in self._roots:
             self._add(scope.tenant)
         self._roots.move_to_end(scope.tenant)
@@ -53,15 +53,15 @@ class TenantQuotas:
         return {self.root(CacheScope(tenant, name)): digest for name, digest in self._adapters.items()}
 
     def has_ssd_space(self, owner: Owner, size_bytes: int) -> bool:
-        """Whether the SSD quota of the tenant with this root has space for so much, with nothing removed."""
+        """Whether so many bytes fit into the SSD quota of the tenant with this root, with nothing removed."""
         return not self._limits.ssd_bytes or self._ssd_excess_bytes(owner, size_bytes) <= 0
 
     def kin_of(self, owner: Owner) -> frozenset[Owner]:
-        """Return all roots of the tenant with this root; this one alone before the tenant's first request."""
+        """Return all roots of the tenant with this root; only this one before the tenant's first request."""
         return frozenset(self._kin.get(owner, (owner,)) if owner is not None else (None,))
 
     def ram_victims(self, owner: Owner, size_bytes: int, *, protected: Hashes) -> list[Node] | None:
-        """Return the owner's oldest blocks whose space `size_bytes` more would need; None if too few."""
+        """Return the owner's oldest blocks that must go from RAM for `size_bytes` more; None if too few."""
         tree, limit, kin = self._tree, self._limits.ram_bytes, self.kin_of(owner)
         excess = sum(tree.ram.used_by[root] for root in kin) + size_bytes - limit
         if not limit or excess <= 0:
@@ -88,14 +88,14 @@ class TenantQuotas:
         return None
 
     def _ssd_excess_bytes(self, owner: Owner, size_bytes: int) -> int:
-        """Return by how much the tenant with this root would pass its SSD quota with so much more."""
+        """Return by how many bytes the tenant with this root would exceed its SSD quota with so many more."""
         tree, kin = self._tree, self.kin_of(owner)
         coming_bytes = sum(n.spill.size_bytes for n in tree.spilling if n.spill and n.owner in kin)
         used_bytes = sum(tree.ssd.used_by[root] for root in kin)
         return used_bytes + coming_bytes + size_bytes - self._limits.ssd_bytes
 
     def check_pins(self, nodes: Iterable[Node]) -> None:
-        """Raise Overloaded when these pins would take too much of a tier, for their tenant or for all."""
+        """Raise Overloaded if pinned blocks, with these, would take too much of a tier or of their quota."""
         added = [node for node in nodes if not node.is_pinned]
         kin = frozenset[Owner]().union(*(self.kin_of(node.owner) for node in added))
         settings, limits, tree = self._tree.settings, self._limits, self._tree

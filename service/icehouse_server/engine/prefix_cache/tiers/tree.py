@@ -1,8 +1,8 @@
-"""Prefix tree: the only index in memory of which blocks are known, where each is, and in which order they go.
+"""Prefix tree: the only index in memory of the known blocks: where each is, and the order of eviction.
 
-Inference thread only, pure data, no mlx. The chained hash makes a flat dict the tree: a node's name is the
-hash of its parent's name and the tokens that come next. RAM and SSD are two facts of one node, so that a
-short RAM hit never hides a longer SSD hit. Changes are written to the block log here, and nowhere else.
+Inference thread only, pure data, no mlx. A chained hash makes a flat dict the tree: a node's name is the hash
+of its parent's name and its own tokens. One node has the state of both tiers, so that a short RAM hit never
+hides a longer SSD hit. Only this file writes changes to the block log.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from icehouse_server.pins import NOT_PINNED, PinEnds
 from icehouse_server.storage.api import StoredBlock
 
 NAMES_LIMIT = 2048
-"""Names that are remembered, with their tokens: the blocks of half a million tokens, some 5 MB. Those of a
-prompt are asked for when it is matched, followed, led and captured; 256 tokens take some 20 us to hash and
-2 us to find again (2-core x86)."""
+"""Names that are cached by parent and tokens: the blocks of half a million tokens, some 5 MB. Matching,
+following, leading and capturing a prompt each need its names; 256 tokens take some 20 us to hash and 2 us to
+look up (2-core x86)."""
 _SIZES_LIMIT = 4096
-"""Different sizes of regions on SSD that are shared by the blocks that have them."""
+"""Cached mappings of region sizes on SSD; blocks with equal sizes share one."""
 
 
 class _Siblings(dict[BlockHash, Node]):
-    """Two or more blocks below one parent, and how many there are of each token count."""
+    """Several blocks below one parent, and how many there are of each token count."""
 
     __slots__ = ("counts",)
 
@@ -52,10 +52,10 @@ class _Siblings(dict[BlockHash, Node]):
 
 
 class Children:
-    """Blocks by parent, in order of arrival, and the token counts that they have.
+    """Blocks by parent, in order of arrival, and their token counts.
 
-    An only child, as most are, takes no more than its slot in the dict. Nothing here visits all children of a
-    block: anybody can give a popular prompt twenty thousand of them.
+    An only child, as most blocks are, takes no more than its slot in the dict. No method visits all children
+    of a block: anybody can give a popular prompt twenty thousand of them.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Children:
         return iter(() if known is None else (known,))
 
     def lengths(self, parent: BlockHash) -> Collection[int]:
-        """Return the token counts that blocks below `parent` have, each once."""
+        """Return the distinct token counts of the blocks below `parent`."""
         known = self._of.get(parent)
         if isinstance(known, _Siblings):
             return known.counts.keys()
@@ -111,7 +111,7 @@ class PrefixTree:
             return key_hash(parent=parent, keys=keys, secret=settings.name_secret)
 
         self.name_of = name_of
-        """Returns the name that a block with these tokens below `parent` has here, known or not."""
+        """Returns the name of a block with these tokens below `parent`, known or not."""
         self._nodes: dict[BlockHash, Node] = {}
         self._children = Children()
         self._pinned: dict[BlockHash, Node] = {}
@@ -122,7 +122,7 @@ class PrefixTree:
         self.ram = TierAccount(
             attrgetter("ram_bytes"), block_token_count=size, has_order=True, by_owner=bool(quotas.ram_bytes)
         )
-        # The SSD tier itself has the order of all blocks there.
+        # The SSD tier itself keeps the order of all its blocks.
         self.ssd = TierAccount(
             attrgetter("ssd_bytes"), block_token_count=size, has_order=False, by_owner=bool(quotas.ssd_bytes)
         )
@@ -140,7 +140,7 @@ class PrefixTree:
         return self._nodes.get(block)
 
     def recent(self, limit: int) -> list[Node]:
-        """Return at most `limit` nodes: pinned ones in RAM, those used last there, then the latest known."""
+        """Return at most `limit` nodes: pinned ones in RAM, then those used last there, then the newest."""
         in_ram = islice(chain(self.pinned_in_ram, self.ram.latest()), limit)
         return list(dict.fromkeys((*in_ram, *islice(reversed(self._nodes.values()), limit))))[:limit]
 
@@ -154,11 +154,11 @@ class PrefixTree:
 
     @property
     def spilling(self) -> Collection[Node]:
-        """The nodes on their way to SSD, in the order they were sent; the write queue bounds them."""
+        """The nodes on their way to SSD, in the order they were sent; the write queue bounds their number."""
         return self._spilling.values()
 
     def chain_names(self, root: BlockHash, keys: TokenKeys) -> list[BlockHash]:
-        """Return the names that the full blocks of these tokens have here, in order."""
+        """Return the names of the full blocks of these tokens below `root`, in order."""
         size = self.settings.block_token_count
         names: list[BlockHash] = []
         for start in range(0, len(keys) - size + 1, size):
@@ -166,7 +166,7 @@ class PrefixTree:
         return names
 
     def header_of(self, node: Node, keys: TokenKeys) -> BlockHeader:
-        """Return a block's header as in its file; `keys` are its tokens."""
+        """Return a block's header as its file has it; `keys` are its tokens."""
         assert node.token_ids == keys or self.name_of(node.parent, keys) == node.hash
         token_ids, extra = split_keys(keys)
         return BlockHeader(
@@ -184,7 +184,7 @@ class PrefixTree:
         return list(islice(self._children.latest(parent), limit))
 
     def reach(self, node: Node) -> int:
-        """Return the end of the longest known block that follows this one; its own end when none does."""
+        """Return the largest end of the blocks right after this one; its own end if there is none."""
         return node.end_token_index + max(self._children.lengths(node.hash), default=0)
 
     def ancestors(self, node: Node) -> Iterator[Node]:
@@ -195,7 +195,7 @@ class PrefixTree:
             above = self._nodes.get(above.parent)
 
     def beginnings(self, parent: BlockHash, keys: TokenKeys, *, limit: int) -> Iterator[Node]:
-        """Yield nodes below `parent` made of the first of these tokens, at most `limit` of them."""
+        """Yield nodes below `parent` that consist of the first tokens of `keys`, at most `limit` tokens."""
         lengths = [n for n in self._children.lengths(parent) if n <= limit]
         secret = self.settings.name_secret
         names = prefix_key_hashes(parent=parent, keys=keys, lengths=lengths, secret=secret)
@@ -205,7 +205,7 @@ class PrefixTree:
                 yield node
 
     def superseded(self, node: Node) -> list[Node]:
-        """Return the shorter blocks with the same beginning that are not pinned: this one replaces them."""
+        """Return the shorter unpinned blocks that this one begins with and can replace."""
         if node.token_ids is None or not self.facts.cuttable_inside:
             return []
         return [
@@ -217,7 +217,7 @@ class PrefixTree:
     # What becomes known, and what is forgotten.
 
     def insert(self, *, parent: BlockHash, start_token_index: int, keys: TokenKeys) -> Node:
-        """Return the node of these tokens below `parent`, new if not known; `prune` it if it stays empty."""
+        """Return the node of these tokens below `parent`, made if not known; `prune` it if it stays empty."""
         name = self.name_of(parent, keys)
         node = self._nodes.get(name)
         if node is None:
@@ -227,16 +227,16 @@ class PrefixTree:
         return node
 
     def learn_keys(self, node: Node, keys: TokenKeys) -> None:
-        """Record the tokens of a block where they were not known; the log learns those of one on SSD."""
+        """Record the tokens of a block if they were not known, and log them if it is on SSD."""
         if node.token_ids is None:
             node.token_ids = keys
             if node.ssd:
                 self._note_came(Tier.SSD, node)
 
     def learn_header(self, header: BlockHeader) -> None:
-        """Record the tokens in a block's header, if they are in a format that this version writes."""
+        """Record the tokens from a block's header, if this version can decode them."""
         node = self._nodes.get(header.hash)
-        # A block of another version, whose tokens cannot be decoded, matches by its name alone.
+        # A block of another version whose tokens cannot be decoded matches by its name alone.
         with contextlib.suppress(ValueError):
             if node is not None:
                 self.learn_keys(node, join_keys(header.token_ids, header.extra))
@@ -266,7 +266,7 @@ class PrefixTree:
             self._note_came(Tier.RAM, node)
 
     def drop(self, node: Node) -> bool:
-        """Drop a block's regions in RAM; False when it had none."""
+        """Drop a block's regions in RAM; False if it had none."""
         if not node.ram:
             return False
         self.ram.remove(node)
@@ -276,7 +276,7 @@ class PrefixTree:
         return True
 
     def drop_region(self, node: Node, kind: RegionKind) -> None:
-        """Drop one region of a block in RAM; the others stay, and so does its place in the order."""
+        """Drop one region of a block in RAM; the others stay, and the block keeps its place in the order."""
         if node.ram.keys() == {kind}:
             self.drop(node)
         elif kind in node.ram:
@@ -297,14 +297,14 @@ class PrefixTree:
         if not is_new:
             self.ssd.remove(node)
         node.ssd, node.ssd_bytes = self._sizes_of(record), record.file_bytes
-        # A block that nobody has used since the start is older than all that were used.
+        # A block not used since the start counts as older than all that were used.
         self.ssd.add(node, is_oldest=not node.last_used_time)
         if is_new:
             self._note_came(Tier.SSD, node)
         return node
 
     def forget_stored(self, block: BlockHash) -> None:
-        """Record that a block is gone from SSD."""
+        """Record that a block is no longer on SSD."""
         node = self._nodes.get(block)
         if node is not None and node.ssd:
             self.ssd.remove(node)
@@ -336,13 +336,13 @@ class PrefixTree:
                     tier.touch(node)
 
     def demote(self, node: Node) -> None:
-        """Make a block the next to go from each tier that it is in."""
+        """Make a block the next to be evicted from each tier that it is in."""
         for tier, is_there in ((self.ram, node.ram), (self.ssd, node.ssd)):
             if is_there:
                 tier.demote(node)
 
     def set_pin(self, node: Node, end_time: float) -> None:
-        """Pin a block until then (`Clock.wall`), or unpin it as the most recently used one."""
+        """Pin a block until `end_time` (`Clock.wall`), or unpin it as the most recently used one."""
         if node.pin_end_time != end_time and self._nodes.get(node.hash) is node:
             with self._recounted(node):
                 node.pin_end_time = end_time
@@ -355,16 +355,16 @@ class PrefixTree:
             self.set_pin(node, NOT_PINNED)
 
     def claim(self, nodes: Iterable[Node], owner: BlockHash) -> None:
-        """Assign blocks of an unknown owner to the root below which they were just used."""
+        """Assign blocks without a known owner to the root below which they were just used."""
         for node in nodes:
             if node.owner is None:
                 with self._recounted(node):
                     node.owner = owner
 
     def listing(self, *, slice_count: int) -> Iterator[int]:
-        """Turn the log on and write every known block to it, one slice in each step; yield how many are left.
+        """Turn the log on and write every known block to it, a slice at a time; yield how many are left.
 
-        A block is written as it is by then, since changes after the beginning are in the log anyway.
+        A block is written in its current state: changes since the beginning are in the log anyway.
         """
         left = list(self._nodes.values())
         self.log.begin()
@@ -397,7 +397,7 @@ class PrefixTree:
 
     @contextlib.contextmanager
     def _recounted(self, node: Node) -> Iterator[None]:
-        """Count a node anew in its tiers when this ends."""
+        """Take a node out of its tiers' accounts during a change, and add it again afterwards."""
         tiers = [tier for tier, is_there in ((self.ram, node.ram), (self.ssd, node.ssd)) if is_there]
         for tier in tiers:
             tier.remove(node)
@@ -406,7 +406,7 @@ class PrefixTree:
             tier.add(node)
 
     def _sizes_of(self, record: StoredBlock) -> Mapping[RegionKind, int]:
-        """Return one mapping for all blocks of the same sizes, which saves two thirds of the memory."""
+        """Return one mapping shared by all blocks of these sizes, which saves two thirds of the memory."""
         sizes = (record.kv_bytes, record.window_bytes, record.checkpoint_bytes)
         if sizes not in self._sizes:
             if len(self._sizes) >= _SIZES_LIMIT:

@@ -1,11 +1,11 @@
 """Write-behind: blocks that go to SSD while the disk is idle, before RAM needs their space.
 
-Such a block keeps its RAM copy. What is written in time is there after a crash, makes a stop short, and may
-leave RAM at once: pinned blocks too, which stay pinned on SSD. Blocks that will probably be asked for again
-(a session's, used twice, pinned) go first, the oldest before younger ones and so a chain from its beginning.
+Such a block keeps its RAM copy. Blocks written in time survive a crash, make a stop short, and can leave RAM
+at once: pinned blocks too, which stay pinned on SSD. Blocks that will probably be used again (pinned, of a
+session, or used twice) go first, older before younger ones, and so a chain from its beginning.
 
-It is the last in line for the disk and for the inference thread: only a few blocks go in one step, and none
-beside other writes, restores and requests that wait for memory. Inference thread only.
+Writing behind has the lowest priority for the disk and the inference thread: a step sends only a few blocks,
+and none during other writes or restores. Inference thread only.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.storage.api import Failure, Persisted
 
 QUIET_S = 0.1
-"""How long the disk must have had nothing else to do."""
+"""How long the disk must have been idle before."""
 IN_FLIGHT_BYTES = 64 << 20
-"""Of blocks that were sent and are not written yet; a single block may be larger."""
+"""Limit of blocks that were sent and are not written yet; a single block may be larger."""
 FAILURE_PAUSE_S = 10.0
-"""After a block that could not be written: the disk is full or refuses, or the day's budget is spent."""
+"""Pause after a failed write: the disk is full or refuses, or the day's budget is spent."""
 PASSES_BETWEEN = 128
-"""While rows decode a block is copied beside fewer than one pass in a hundred, so p99 between tokens does not
-show it: on a GPU, too, a block of a large model takes the inference thread some milliseconds."""
+"""While rows decode, a block is copied in fewer than one pass of a hundred, so that p99 between tokens does
+not show it: on a GPU, too, copying a block of a large model takes the inference thread some milliseconds."""
 _STEP_BYTES = 16 << 20
-"""Copied in a step without a pass, one block at least: who comes meanwhile waits some milliseconds."""
+"""Copied in a step without a pass, at least one block; a request that arrives waits some milliseconds."""
 _OTHERS_SHARE = 0.5
-"""Of the day's budget, what blocks may take that will probably not be asked for again; evictions and all
-other blocks have the rest."""
+"""Share of the day's budget that is left for evictions and for blocks that will probably be used again."""
 _STALE_FACTOR = 2
-"""Names of blocks that have left RAM are dropped once there are so many more names than blocks."""
+"""Names of blocks that have left RAM are dropped once there are this many times more names than blocks."""
 
 
 class Turn(enum.IntEnum):
@@ -44,12 +43,12 @@ class Turn(enum.IntEnum):
 
     PINNED = 0
     LIKELY = 1
-    """A session's, or used twice: probably asked for again."""
+    """A session's, or used twice: probably used again."""
     OTHER = 2
 
 
 class Beside(enum.Enum):
-    """What ran in the step after which blocks may go."""
+    """What ran in the step after which blocks may be sent."""
 
     NOTHING = enum.auto()
     PREFILL = enum.auto()
@@ -57,7 +56,7 @@ class Beside(enum.Enum):
 
 
 class WriteBehind:
-    """What waits to be written behind, and what is under way. Nothing waits under other spill policies."""
+    """The blocks that wait to be written behind, and those in flight. None under other spill policies."""
 
     def __init__(self, tree: PrefixTree, *, spills: Spills, clock: Clock) -> None:
         self._tree = tree
@@ -67,19 +66,19 @@ class WriteBehind:
         self._queues: dict[Turn, collections.OrderedDict[BlockHash, None]] = {
             turn: collections.OrderedDict() for turn in Turn
         }
-        """Names, in order of arrival. In its turn a block is passed over that is gone or written by then."""
+        """Names, in order of arrival. A block that is gone or written when its turn comes is skipped."""
         self._in_flight: dict[BlockHash, int] = {}
-        """Bytes that were sent, by block."""
+        """Bytes of each block that was sent and is not written yet."""
         self._busy_time = clock.monotonic()
         """When the disk last had something else to do."""
         self._pause_end_time = self._busy_time
         self._pace_end_time = self._busy_time
-        """Until when nothing goes beside passes that share their cores with it."""
+        """Until when nothing is sent beside passes that need the same cores."""
         self._pass_count = 0
-        """Passes since a block was sent."""
+        """Passes since the last block was sent."""
         self.block_total = 0
         self.byte_total = 0
-        """Written behind since start."""
+        """Blocks and bytes written behind since the start."""
 
     @property
     def is_on(self) -> bool:
@@ -87,15 +86,15 @@ class WriteBehind:
 
     @property
     def waiting_count(self) -> int:
-        """Blocks that wait or are under way; a few of them may be gone or written otherwise by now."""
+        """Blocks that wait or are in flight; a few of them may be gone, or written by a spill, by now."""
         return sum(map(len, self._queues.values())) + len(self._in_flight)
 
     def note(self, nodes: Iterable[Node], turn: Turn) -> None:
-        """Have blocks of one chain wait for their turn, parents first."""
+        """Queue blocks of one chain, parents first."""
         if not self.is_on:
             return
         for node in nodes:
-            # A block that was too short on its own no longer is when another follows.
+            # A prefix that was too short to write may no longer be with this block after it.
             if node.start_token_index < self._settings.min_prefix_token_count:
                 for above in reversed(list(self._tree.ancestors(node))):
                     self._add(above, turn)
@@ -106,9 +105,9 @@ class WriteBehind:
                     del names[name]
 
     def offer(self, beside: Beside, *, is_restoring: bool, lacks_memory: bool) -> None:
-        """Send what may go after a step: one block after a pass, more after none.
+        """Send blocks after a step: one after a step with a pass, more after one without.
 
-        While a request lacks memory only pinned blocks go: once they are on SSD they can give way to it.
+        While a request lacks memory only pinned blocks are sent: once on SSD they can be evicted for it.
         """
         now = self._clock.monotonic()
         self._pass_count += beside is not Beside.NOTHING
@@ -125,7 +124,7 @@ class WriteBehind:
             self._pass_count = 0
 
     def note_end(self, node: Node, outcome: Persisted | Failure) -> None:
-        """Record that a block was written or dropped, whoever sent it."""
+        """Record that a block was written or dropped; ignores blocks that were sent by others."""
         if self._in_flight.pop(node.hash, None) is None:
             return
         now = self._clock.monotonic()
@@ -139,13 +138,13 @@ class WriteBehind:
         )
 
     def lose_storage(self) -> None:
-        """Nothing is written any more."""
+        """Forget all waiting blocks: the SSD tier is lost."""
         for names in self._queues.values():
             names.clear()
         self._in_flight.clear()
 
     def _add(self, node: Node, turn: Turn) -> None:
-        """Have a block wait, unless it does with a turn as early."""
+        """Queue a block, unless it waits already with this turn or an earlier one."""
         if not self._spills.wants(node):
             return
         waits_for = next((each for each in Turn if node.hash in self._queues[each]), None)
@@ -156,12 +155,12 @@ class WriteBehind:
         self._queues[turn][node.hash] = None
 
     def _wanted(self, name: BlockHash) -> Node | None:
-        """Return the block of this name if RAM has it and SSD lacks it."""
+        """Return the block of this name if it should still be written."""
         node = self._tree.get(name)
         return node if node is not None and self._spills.wants(node) else None
 
     def _next(self, turns: Iterable[Turn]) -> Node | None:
-        """Take the next block whose turn it is; None where there is none, or no room for it."""
+        """Take the next block whose turn it is; None if there is none, or no space for it."""
         for turn in turns:
             names = self._queues[turn]
             while names:
@@ -174,7 +173,7 @@ class WriteBehind:
         return None
 
     def _fits(self, node: Node, turn: Turn) -> bool:
-        """Whether the queue, the bytes in flight and the day's budget allow it."""
+        """Whether the queue, the bytes in flight and the day's budget allow this block."""
         size_bytes, in_flight_bytes = node.ram_bytes, sum(self._in_flight.values())
         if in_flight_bytes and in_flight_bytes + size_bytes > IN_FLIGHT_BYTES:
             return False
@@ -187,14 +186,14 @@ class WriteBehind:
         return self._spills.has_credit(node)
 
     def _send(self, node: Node) -> None:
-        # Where its tenant's share of the SSD is full, the blocks before it do not go for it.
+        # If its tenant's SSD quota is full, the blocks before it must not be removed for it.
         has_quota = self._settings.quotas.ssd_bytes
         protected = [above.hash for above in self._tree.ancestors(node)] if has_quota else ()
         if self._spills.send(node, protected=protected, request_id=None):
             self._in_flight[node.hash] = node.ram_bytes
 
     def _would_slow(self, beside: Beside, now: float) -> bool:
-        """Whether a block now would be one too many for the passes that run."""
+        """Whether sending a block now would slow the running passes too much."""
         if beside is Beside.DECODE and self._pass_count < PASSES_BETWEEN:
             return True
         shares_cores = beside is not Beside.NOTHING and self._settings.write_share_beside_passes < 1.0
