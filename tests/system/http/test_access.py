@@ -81,7 +81,8 @@ def test_on_loopback_it_needs_no_tls_whatever_the_server_has(model: Path, tmp_pa
 def test_a_front_that_nobody_guards_or_may_pass_is_refused_before_any_model_is_looked_for(
     model: Path, tmp_path: Path, is_open: bool
 ) -> None:
-    options, reason = ("--http-host", "0.0.0.0"), "lacks TLS"
+    options: tuple[str, ...] = ("--http-host", "0.0.0.0")
+    reason = "lacks TLS"
     if not is_open:
         (tmp_path / "ca.pem").write_bytes(Authority().pem)
         options, reason = (*tls(tmp_path)[0], "--tls-client-ca", str(tmp_path / "ca.pem")), "--token-file"
