@@ -1,15 +1,16 @@
 # `make help` lists the usual targets; a comment with one # behind a target keeps it off that list.
 # VENV names the environment, PYTHON the interpreter that makes it, EXTRAS what is installed. `make demo` and
 # `make serve` are content with what users install, without EXTRAS: less than half of what the tests need.
-# WORKERS is how many processes run the tests: one more than there are cores, since some tests wait. All tests of
-# a file run in one process and share its fixtures. The long files of tests/system come first, so that none of
-# them starts last and keeps the others waiting. The slow tests go to whichever process is free instead: kept in
-# one process, the simulation alone would take half of the time.
+# WORKERS is how many processes run the tests: two more than there are cores, since many tests wait, and at most
+# 8. All tests of a file run in one process and share its fixtures. The long files of tests/system come first, so
+# that none of them starts last and keeps the others waiting. The slow tests go to whichever process is free
+# instead: kept in one process, the simulation alone would take half of the time.
 
 VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= dev
-WORKERS ?= 3
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+WORKERS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 # Kinds of processor as OpenBLAS names them (each sums in an order of its own), and the tests that compute with it.
 PROCESSORS ?= Haswell Zen SkylakeX Sandybridge
 COMPUTING := tests/unit/engine tests/system/sim tests/system/e2e tests/system/cache tests/system/golden

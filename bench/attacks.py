@@ -31,7 +31,7 @@ from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc, server_service_pb2, server_service_pb2_grpc
 from icehouse_server.cli.service.stop_bounds import stop_bound_s
 from icehouse_server.config import Config
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from bench.hostile import ATTACKS, Hostile
@@ -224,7 +224,7 @@ def measure(name: str, model: Path, folder: Path, *, seconds: float) -> tuple[Ro
 
 
 def _token_line(name: str, token: str) -> str:
-    role = Role.OPERATOR if name == "operator" else Role.TENANT
+    role = CallerRole.OPERATOR if name == "operator" else CallerRole.TENANT
     return line_of(token, tenant=name, role=role, expire_date=None)
 
 

@@ -21,10 +21,10 @@ from icehouse_server.domain.blocks import (
 )
 from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint
 from icehouse_server.storage.api import (
+    BlockPersisted,
+    BlocksLoaded,
     Inventory,
-    Loaded,
     Outcome,
-    Persisted,
     PlannedBlock,
     StorageClosed,
     Ticket,
@@ -144,7 +144,7 @@ def tier_write(tier: Tier, chain: list[HostBlock]) -> None:
         tier.storage.put(block)
     for _ in chain:
         written = tier.outcomes.get()
-        assert isinstance(written, Ticket) and isinstance(written.outcome, Persisted)
+        assert isinstance(written, Ticket) and isinstance(written.outcome, BlockPersisted)
 
 
 def tier_read(tier: Tier, chain: list[HostBlock]) -> None:
@@ -152,4 +152,4 @@ def tier_read(tier: Tier, chain: list[HostBlock]) -> None:
     planned = tuple(PlannedBlock(block.header, frozenset({RegionKind.KV})) for block in chain)
     ticket = tier.storage.get_into(planned, None)
     assert ticket is not None and tier.outcomes.get() is ticket
-    assert isinstance(ticket.outcome, Loaded) and ticket.outcome.failure is None
+    assert isinstance(ticket.outcome, BlocksLoaded) and ticket.outcome.failure is None

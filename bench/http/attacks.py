@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from bench.attacks import pass_time_s
@@ -238,7 +238,7 @@ async def _beside(url: str, pid: int, token: str, *, seconds: float) -> tuple[Su
 
 
 def _token_line(name: str, token: str) -> str:
-    role = Role.OPERATOR if name == "operator" else Role.TENANT
+    role = CallerRole.OPERATOR if name == "operator" else CallerRole.TENANT
     return line_of(token, tenant=name, role=role, expire_date=None)
 
 

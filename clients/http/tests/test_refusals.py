@@ -14,7 +14,7 @@ from icehouse_client import IcehouseClientError
 from icehouse_http.errors import Dialect, api_error
 from icehouse_server.config import SecurityConfig
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from clients.http.tests.fronts import HttpFront, front_of
@@ -191,7 +191,7 @@ async def test_a_server_that_serves_is_healthy(front: HttpFront) -> None:
 async def test_the_callers_token_is_passed_on(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     token = new_token()
-    file.write_text(line_of(token, tenant="red", role=Role.TENANT, expire_date=None) + "\n")
+    file.write_text(line_of(token, tenant="red", role=CallerRole.TENANT, expire_date=None) + "\n")
     file.chmod(0o600)
     async with (
         running(security=SecurityConfig(token_file=str(file))) as served,

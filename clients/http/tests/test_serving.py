@@ -14,7 +14,7 @@ from icehouse_http.bounds.pace import Pace
 from icehouse_http.serving.access_log import REFUSAL_LINE_BURST_COUNT, REFUSAL_LINES_PER_S, AccessLog
 from icehouse_http.serving.metrics import Metrics
 from icehouse_server.config import ConnectionConfig, SecurityConfig
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -208,7 +208,7 @@ async def test_streams_of_some_callers_do_not_keep_the_calls_of_others_back() ->
 async def test_health_that_wants_credentials_is_asked_for_with_those_of_the_caller(tmp_path: Path) -> None:
     token = new_token()
     file = tmp_path / "tokens"
-    file.write_text(line_of(token, tenant="search", role=Role.TENANT, expire_date=None))
+    file.write_text(line_of(token, tenant="search", role=CallerRole.TENANT, expire_date=None))
     file.chmod(0o600)
     security = SecurityConfig(token_file=str(file), health_open=False)
     async with (

@@ -19,7 +19,7 @@ from icehouse_server.bootstrap.composition import (
 from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import weights_dtype
 from icehouse_server.bootstrap.model_source import ServedModels, locate_models, may_be_found, served_name
-from icehouse_server.bootstrap.room import ModelSize, Room, held_bytes
+from icehouse_server.bootstrap.room import MachineResources, ModelSize, held_bytes
 from icehouse_server.bootstrap.telemetry import worker_models
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
@@ -110,7 +110,10 @@ class PooledModels:
         self._located: dict[str, tuple[ServedModels, int]] = {}
 
     def locate(self, name: str) -> ModelNeeds:
-        room, model = Room(memory_limit_bytes=self._parts.budget.limit_bytes), self._configs[name].model
+        room, model = (
+            MachineResources(memory_limit_bytes=self._parts.budget.limit_bytes),
+            self._configs[name].model,
+        )
 
         def check(asked: str, size: ModelSize) -> None:
             # Callers see the message, so it names no folder.

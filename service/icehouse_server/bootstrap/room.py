@@ -33,7 +33,7 @@ class ModelSize:
     """The folder for the missing files, whether or not it exists."""
 
 
-class Room:
+class MachineResources:
     """The space of this machine for the models of one server; sizes of several models are added up."""
 
     def __init__(self, *, memory_limit_bytes: int) -> None:

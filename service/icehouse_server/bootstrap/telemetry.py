@@ -27,9 +27,9 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
 from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
-from icehouse_server.rpc.services.observation import Observation
+from icehouse_server.rpc.services.observation import CallObservation
 from icehouse_server.rpc.services.server_service import server_version
-from icehouse_server.storage.api import Outcome, Persisted, Ticket
+from icehouse_server.storage.api import BlockPersisted, Outcome, Ticket
 from icehouse_server.telemetry.call_metrics import FIRST_TOKEN_BY_REUSE, CallMetrics
 from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
 from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
@@ -84,7 +84,7 @@ class TelemetryParts:
         def pass_on(message: Outcome) -> None:
             post(message)
             done = message.outcome if isinstance(message, Ticket) else None
-            if isinstance(done, Persisted) and done.request_id is not None:
+            if isinstance(done, BlockPersisted) and done.request_id is not None:
                 tracer.spilled(
                     SpillRecord(
                         request_id=call_of(done.request_id),
@@ -155,7 +155,7 @@ def check_status_page(config: Config) -> None:
 
 
 def open_status_page(
-    config: Config, observation: Observation, *, meter: PrometheusMeter, clock: Clock
+    config: Config, observation: CallObservation, *, meter: PrometheusMeter, clock: Clock
 ) -> StatusPage:
     """Return the status page of the server on this event loop."""
     loop = asyncio.get_running_loop()
@@ -177,7 +177,7 @@ def open_status_page(
 
 
 def _read_on(
-    loop: asyncio.AbstractEventLoop, observation: Observation, *, with_tokens: bool
+    loop: asyncio.AbstractEventLoop, observation: CallObservation, *, with_tokens: bool
 ) -> ServerStatus | None:
     """Read the status from another thread; None if the loop is too busy, or closed."""
     reading = observation.read_status(with_tokens=with_tokens)

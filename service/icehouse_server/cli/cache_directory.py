@@ -25,8 +25,13 @@ from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import BlockRecord
-from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
-from icehouse_server.storage.local.directory.reconcile import Finding
+from icehouse_server.storage.local.directory.offline import (
+    BlockVerdict,
+    ManifestRows,
+    OfflineStore,
+    PurgeScope,
+)
+from icehouse_server.storage.local.directory.reconcile import ReconcileFinding
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
 app = CommandLine()
@@ -40,7 +45,7 @@ Directory = Annotated[
 ]
 _EXIT_FOUND = 1
 _SECONDS_PER_DAY = 86_400
-_HARMLESS = frozenset({Finding.UNKNOWN, Finding.RESTAMPED})
+_HARMLESS = frozenset({ReconcileFinding.UNKNOWN, ReconcileFinding.RESTAMPED})
 """Shown by `check`, but not damage."""
 
 
@@ -150,7 +155,7 @@ def verify(
     """Read every block and prove its checksums; exit code 1 when one is damaged. Changes nothing."""
     store = _open_existing(directory)
     records = [store.find(block)] if block else list(store.rows().records)
-    damaged: list[Verdict] = []
+    damaged: list[BlockVerdict] = []
     done_bytes = 0
     with bar(
         "reading blocks", TaskProgressColumn(), total=sum(record.file_bytes for record in records)
@@ -199,7 +204,7 @@ def purge(
     before_time = SystemClock().wall() - (unused_days or 0) * _SECONDS_PER_DAY
     wanted_hash = store.find(block).hash if block else None
     # Everything is removed whatever the manifest says, even if it is unreadable.
-    rows = Rows((), (), {}) if everything else store.rows()
+    rows = ManifestRows((), (), {}) if everything else store.rows()
 
     def choose(record: BlockRecord) -> bool:
         return (
@@ -252,7 +257,7 @@ def _open_existing(directory: Path | None) -> OfflineStore:
     return store
 
 
-def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
+def _block_table(rows: ManifestRows, shown: Sequence[BlockRecord]) -> Table:
     now_time_s = SystemClock().wall()
     names = ("block", "model", "tokens", "size", "last used", "hits", "")
     cells = [

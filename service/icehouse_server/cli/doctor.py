@@ -25,7 +25,7 @@ from icehouse_server.bootstrap.group.leading import find_membership, known_facts
 from icehouse_server.bootstrap.imports.openblas import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.bootstrap.machine import allow_open_files, memory_limit, wanted_file_count, weights_dtype
 from icehouse_server.bootstrap.model_source import check_adapters, find_reply_format, find_sight
-from icehouse_server.bootstrap.room import Room, existing_folder, folder_size
+from icehouse_server.bootstrap.room import MachineResources, existing_folder, folder_size
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import Config
 from icehouse_server.demo.build import is_built
@@ -52,7 +52,7 @@ class CheckVerdict(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class CheckResult:
     """What a check found; `advice` says what to do unless all is well."""
 
     verdict: CheckVerdict
@@ -60,12 +60,12 @@ class Answer:
     advice: str = ""
 
 
-_ok = functools.partial(Answer, CheckVerdict.OK)
-_warn = functools.partial(Answer, CheckVerdict.WARN)
-_fail = functools.partial(Answer, CheckVerdict.FAIL)
+_ok = functools.partial(CheckResult, CheckVerdict.OK)
+_warn = functools.partial(CheckResult, CheckVerdict.WARN)
+_fail = functools.partial(CheckResult, CheckVerdict.FAIL)
 
 
-def _refused(error: IcehouseError) -> Answer:
+def _refused(error: IcehouseError) -> CheckResult:
     """Return why a server would not start; its own message ends with what to do."""
     what, _, advice = error.message.partition("; ")
     return _fail(what, advice)
@@ -94,7 +94,7 @@ def doctor(config: Config, *, as_json: bool = False) -> bool:
     return is_ready
 
 
-def check_versions(config: Config) -> Answer:
+def check_versions(config: Config) -> CheckResult:
     """Python and the packages that matter."""
     found = [f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"]
     missing = []
@@ -110,7 +110,7 @@ def check_versions(config: Config) -> Answer:
     return _ok(detail)
 
 
-def check_device(config: Config) -> Answer:
+def check_device(config: Config) -> CheckResult:
     """Can MLX be loaded, and what does it run on?"""
     try:
         device = find_device()
@@ -124,7 +124,7 @@ def check_device(config: Config) -> Answer:
     return _ok(f"{kind}: {device.name}{memory}")
 
 
-def check_memory(config: Config) -> Answer:
+def check_memory(config: Config) -> CheckResult:
     """Is there enough memory for a model and its KV?"""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     detail = f"{size_text(total)} of main memory"
@@ -134,7 +134,7 @@ def check_memory(config: Config) -> Answer:
         device = _device()
         limit_bytes = memory_limit(config.engine.memory_limit_bytes, device) if device else sys.maxsize
         dtype = weights_dtype(config.model, device) if device else ""
-        Room(memory_limit_bytes=limit_bytes).check(name, folder_size(folder, dtype=dtype))
+        MachineResources(memory_limit_bytes=limit_bytes).check(name, folder_size(folder, dtype=dtype))
     except StartError as error:
         return _refused(error)
     if total < _MEMORY_WANTED_BYTES:
@@ -152,7 +152,7 @@ def _device() -> Device | None:
         return None
 
 
-def check_files(config: Config) -> Answer:
+def check_files(config: Config) -> CheckResult:
     """Does the system allow as many open connections as the settings?"""
     wanted = wanted_file_count(connection_limit=config.connection.connection_limit)
     allowed = allow_open_files(wanted)
@@ -163,7 +163,7 @@ def check_files(config: Config) -> Answer:
     return _ok(detail)
 
 
-def check_blas(config: Config) -> Answer:
+def check_blas(config: Config) -> CheckResult:
     """Linux on the CPU is some 6 times faster at prefill with OpenBLAS."""
     device = _device()
     if not runs_on_cpu() or (device is not None and device.is_gpu):
@@ -177,7 +177,7 @@ def check_blas(config: Config) -> Answer:
     return _ok(f"{library}, preloaded by serve and demo; weights load as float32")
 
 
-def check_model(config: Config) -> Answer:
+def check_model(config: Config) -> CheckResult:
     """Is the model there, or can it be fetched?"""
     try:
         check_adapters(config.model)
@@ -200,7 +200,7 @@ def check_model(config: Config) -> Answer:
     return _check_sight(folder)
 
 
-def _check_sight(folder: Path) -> Answer:
+def _check_sight(folder: Path) -> CheckResult:
     """Is the package that reads images installed for a model that sees?"""
     try:
         sight = find_sight(folder)
@@ -215,7 +215,7 @@ def _check_sight(folder: Path) -> Answer:
     return _ok(str(folder))
 
 
-def check_replies(config: Config) -> Answer:
+def check_replies(config: Config) -> CheckResult:
     """How would reasoning and calls in replies be parsed, and how is that known?"""
     folder = expanded(config.model.model)
     if not (folder / "config.json").is_file():
@@ -233,7 +233,7 @@ def check_replies(config: Config) -> Answer:
     return _ok(detail)
 
 
-def check_address(config: Config) -> Answer:
+def check_address(config: Config) -> CheckResult:
     """Is the port free, or does our server have it?"""
     try:
         check_free(config.server)
@@ -247,7 +247,7 @@ def check_address(config: Config) -> Answer:
     return _ok(f"{_shown_address(config)} is free")
 
 
-def _check_listener(config: Config, taken: StartError) -> Answer:
+def _check_listener(config: Config, taken: StartError) -> CheckResult:
     """Is our server listening there?"""
     found, address = find_own_server(config.server, config.security), _shown_address(config)
     if found is OwnServer.RUNNING:
@@ -259,7 +259,7 @@ def _check_listener(config: Config, taken: StartError) -> Answer:
     return _fail(taken.message.partition(";")[0], advice)
 
 
-def check_access(config: Config) -> Answer:
+def check_access(config: Config) -> CheckResult:
     """Can the token and certificate files be used?"""
     security = config.security
     try:
@@ -274,7 +274,7 @@ def check_access(config: Config) -> Answer:
     return _ok(f"callers need {' and '.join(asked) or 'no credentials'}")
 
 
-def check_http(config: Config) -> Answer:
+def check_http(config: Config) -> CheckResult:
     """Is the port of the HTTP APIs free, or does our server have it?"""
     http = config.http
     if http.port is None:
@@ -289,7 +289,7 @@ def check_http(config: Config) -> Answer:
     return _ok(f"{address} is free")
 
 
-def check_group(config: Config) -> Answer:
+def check_group(config: Config) -> CheckResult:
     """Are the other machines of the group there?"""
     try:
         membership = find_membership(config)
@@ -317,7 +317,7 @@ def check_group(config: Config) -> Answer:
     return _check_link(config, membership, shown)
 
 
-def _check_link(config: Config, membership: Membership, shown: str) -> Answer:
+def _check_link(config: Config, membership: Membership, shown: str) -> CheckResult:
     """Does rank 0 have the same versions, settings and time, and how fast is the connection?"""
     device = _device()
     facts = {} if device is None else known_facts(config, device)
@@ -351,7 +351,7 @@ def _shown_address(config: Config) -> str:
     return f"{server.host}:{server.port}" if server.uds is None else f"unix:{server.uds}"
 
 
-def check_disk(config: Config) -> Answer:
+def check_disk(config: Config) -> CheckResult:
     """Is there space for the SSD tier, and may we write there?"""
     if not config.cache.has_ssd:
         return _ok("the SSD tier is off")
@@ -368,7 +368,7 @@ def check_disk(config: Config) -> Answer:
     return _ok(detail)
 
 
-def check_cache(config: Config) -> Answer:
+def check_cache(config: Config) -> CheckResult:
     """Who uses the cache directory, how full is it, was it closed cleanly, is anything in it damaged?"""
     folder = config.cache.block_directory
     if not config.cache.has_ssd:
@@ -398,7 +398,7 @@ def check_cache(config: Config) -> Answer:
     return _ok(f"{folder}: {used}")
 
 
-def check_encryption(config: Config) -> Answer:
+def check_encryption(config: Config) -> CheckResult:
     """Are blocks encrypted, and does the key open the existing ones?"""
     cache = config.cache
     if not cache.has_ssd:
@@ -453,7 +453,7 @@ def _entry_count(path: str) -> int:
         return 0
 
 
-CHECKS: Mapping[str, Callable[[Config], Answer]] = {
+CHECKS: Mapping[str, Callable[[Config], CheckResult]] = {
     "versions": check_versions,
     "device": check_device,
     "memory": check_memory,

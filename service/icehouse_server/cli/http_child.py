@@ -31,7 +31,7 @@ LAST_WORDS_S = 2.0
 """In addition to the grace, for the last events of streams that the server has ended."""
 
 
-class Delays:
+class RestartDelays:
     """How long to wait before each restart: twice as long each time, up to a limit."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class HttpChild:
 
     async def _run(self) -> None:
         """Watch the child and restart it when it dies; end it when cancelled."""
-        loop, delays = asyncio.get_running_loop(), Delays()
+        loop, delays = asyncio.get_running_loop(), RestartDelays()
         start_time = loop.time()
         try:
             while True:

@@ -38,7 +38,7 @@ from icehouse_server.bootstrap.machine import (
 from icehouse_server.bootstrap.model_source import ServedModels, check_adapters, locate_models
 from icehouse_server.bootstrap.pool_parts import build_pool
 from icehouse_server.bootstrap.preflight import check_settings
-from icehouse_server.bootstrap.room import Room
+from icehouse_server.bootstrap.room import MachineResources
 from icehouse_server.cli.http_child import LAST_WORDS_S, HttpChild, http_child
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.build_progress import build_progress
@@ -158,7 +158,7 @@ def _located(
 ) -> ServedModels:
     """Return the models; raises IcehouseError, for lack of room before any download."""
     world = 1 if membership is None else membership.world
-    room = Room(memory_limit_bytes=world * memory_limit(config.engine.memory_limit_bytes, device))
+    room = MachineResources(memory_limit_bytes=world * memory_limit(config.engine.memory_limit_bytes, device))
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
         dtype = weights_dtype(config.model, device)
         models = locate_models(config.model, on_progress=on_progress, on_size=room.check, dtype=dtype)

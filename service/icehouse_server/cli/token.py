@@ -32,7 +32,7 @@ def new(
 ) -> None:
     """Print a new token, once, and the line for the token file, which holds its hash only."""
     # Imported here, so that commands that need no gRPC start without it.
-    from icehouse_server.rpc.access.caller import Role
+    from icehouse_server.rpc.access.caller import CallerRole
     from icehouse_server.rpc.access.tokens import TENANT_PATTERN, line_of, new_token
 
     if TENANT_PATTERN.fullmatch(tenant) is None:
@@ -42,7 +42,7 @@ def new(
             field="tenant",
         )
     made = new_token()
-    role = Role.OPERATOR if operator else Role.TENANT
+    role = CallerRole.OPERATOR if operator else CallerRole.TENANT
     today = datetime.datetime.now(datetime.UTC).date()
     expire_date = None if days is None else today + datetime.timedelta(days=days)
     line = line_of(made, tenant=tenant, role=role, expire_date=expire_date)

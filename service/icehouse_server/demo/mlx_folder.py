@@ -23,7 +23,7 @@ Metadata = Mapping[str, Any]
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
 
-class Conversion(Protocol):
+class ModelConversion(Protocol):
     """The module that holds what is specific to one family of models."""
 
     CHAT_TEMPLATE: str

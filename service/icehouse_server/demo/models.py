@@ -8,7 +8,7 @@ from pathlib import Path
 
 from icehouse_server.config import user_paths
 from icehouse_server.demo import gemma, smollm2
-from icehouse_server.demo.mlx_folder import Conversion
+from icehouse_server.demo.mlx_folder import ModelConversion
 from icehouse_server.demo.wheels import Wheel, WheelFile
 
 
@@ -28,7 +28,7 @@ class DemoModel:
     gguf_sha256: str
     notices: tuple[WheelFile, ...]
     """Files that are copied into the folder under their own names."""
-    conversion: Conversion
+    conversion: ModelConversion
 
     @property
     def wheels(self) -> tuple[Wheel, ...]:

@@ -257,7 +257,7 @@ class Region(Protocol):
         """Bytes of all arrays."""
 
 
-class Damage(enum.StrEnum):
+class BlockDamage(enum.StrEnum):
     """Why a file is not the block that it should be. Also the cause of a failed load."""
 
     MISSING = "missing"

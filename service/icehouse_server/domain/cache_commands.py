@@ -233,7 +233,7 @@ class VerifyReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BeginListing:
-    """Write every known block to the block log, and every change from now on. Answered by `Listing`."""
+    """Write every known block to the block log, and every change from now on. Answered by `ExportListing`."""
 
     tenants: tuple[Tenant, ...]
     """Tenants whose blocks must be recognized as theirs even before their first request."""
@@ -241,11 +241,11 @@ class BeginListing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContinueListing:
-    """Write the next part of the blocks. Answered by `Listing`."""
+    """Write the next part of the blocks. Answered by `ExportListing`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Listing:
+class ExportListing:
     """How many blocks are still to be written."""
 
     left_count: int
@@ -335,7 +335,7 @@ class ImportTerms:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdoptBlock:
-    """Write a block to SSD that the same model computed elsewhere. Answered by `Adoption`."""
+    """Write a block to SSD that the same model computed elsewhere. Answered by `BlockAdoption`."""
 
     tenant: Tenant
     adapter: AdapterDigest | None
@@ -365,7 +365,7 @@ class AdoptionRefusal(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Adoption:
+class BlockAdoption:
     """Whether a block was adopted."""
 
     hash: BlockHash
@@ -402,10 +402,10 @@ CacheAnswer = (
     | RecentBlocks
     | VerifyReport
     | StoredBlocks
-    | Listing
+    | ExportListing
     | BlockTokens
     | ExportBlocks
     | BlockContent
     | ImportTerms
-    | Adoption
+    | BlockAdoption
 )

@@ -47,7 +47,7 @@ class ReuseLimit(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Divergence:
+class PromptDivergence:
     """Where a prompt first differs from a cached one of the same tenant that shares more than half of it."""
 
     token_index: int
@@ -64,7 +64,7 @@ class CacheReport:
     ssd_token_count: int = 0
     restore_s: float = 0.0
     limit: ReuseLimit = ReuseLimit.SWITCHED_OFF
-    divergence: Divergence | None = None
+    divergence: PromptDivergence | None = None
 
     @property
     def cached_token_count(self) -> int:

@@ -179,7 +179,7 @@ class GroupStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
+class StatsSnapshot:
     """One sample. `engine` and `cache` are the engine's latest ones, None before the first."""
 
     state: EngineState
@@ -197,7 +197,7 @@ class Snapshot:
     replies: ReplyStats = ReplyStats()
     group: GroupStats | None = None
     """None if one machine serves alone."""
-    models: Mapping[str, Snapshot] | None = None
+    models: Mapping[str, StatsSnapshot] | None = None
     """The loaded models by name, None if there can only be one. The other fields are the default model's."""
 
 
@@ -265,7 +265,7 @@ class ServerStatus:
 
     collect_time: float
     """`Clock.wall`."""
-    snapshot: Snapshot
+    snapshot: StatsSnapshot
     slowest_requests: tuple[SlowRequest, ...] = ()
     recent_blocks: tuple[RecentBlock, ...] | None = None
     """Blocks of all tenants; None if the engine did not answer or has no prefix cache."""

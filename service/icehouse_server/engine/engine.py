@@ -18,7 +18,15 @@ from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
+from icehouse_server.engine.core.mailbox import (
+    Cancel,
+    Command,
+    DrainEngine,
+    Mailbox,
+    Message,
+    QueryStats,
+    Submit,
+)
 from icehouse_server.engine.core.memory_budget import BudgetShare, MemoryBudget
 from icehouse_server.engine.core.ports import Decoder, Listener, LoadCalledOff, Pages, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
@@ -136,7 +144,7 @@ class Engine:
 
     def drain(self, *, grace_s: float) -> None:
         """Refuse new work, finish running requests within `grace_s`, write RAM to SSD and drop everything."""
-        self._mailbox.post(Drain(self._clock.monotonic() + grace_s))
+        self._mailbox.post(DrainEngine(self._clock.monotonic() + grace_s))
 
     def join(self, *, timeout_s: float | None = None) -> bool:
         """Wait until the engine is STOPPED or FAILED; return False if it still runs after `timeout_s`."""

@@ -21,7 +21,7 @@ from icehouse_server.engine.core.mailbox import (
     BurstWait,
     Cancel,
     Command,
-    Drain,
+    DrainEngine,
     Mailbox,
     Message,
     QueryStats,
@@ -207,7 +207,7 @@ class EngineLoop:
             self._commands.query(lambda cache: message.reply(self.stats(), cache))
         elif isinstance(message, Command):
             self._command(message)
-        elif isinstance(message, Drain):
+        elif isinstance(message, DrainEngine):
             self._drain_deadline = message.deadline_time
         else:
             self._prefix.receive(message)

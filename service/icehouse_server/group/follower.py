@@ -16,7 +16,7 @@ from typing import Any, cast
 from icehouse.group.v1 import group_service_pb2 as group
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Damage, HostBlock, Region, RegionKind
+from icehouse_server.domain.blocks import BlockDamage, HostBlock, Region, RegionKind
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import BlockHash, Fingerprint, SequenceId
 from icehouse_server.domain.stats import RankTierStats
@@ -27,17 +27,17 @@ from icehouse_server.group.messages import chunk_from, header_from, names_from, 
 from icehouse_server.group.silence import BEAT_S
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
+    BlocksEvicted,
+    BlocksLoaded,
     ColdTier,
-    Evicted,
-    Failure,
     Inventory,
     KvTarget,
-    Loaded,
     Outcome,
     PlannedBlock,
     StorageFailed,
+    StorageFailure,
+    StorageTrouble,
     Ticket,
-    Trouble,
     hang_detail,
 )
 
@@ -51,7 +51,7 @@ _CLOSE_S = 20.0
 class _Read:
     blocks: Sequence[PlannedBlock]
     place: KvTarget | None
-    ticket: Ticket[Loaded]
+    ticket: Ticket[BlocksLoaded]
 
 
 class Follower:
@@ -189,7 +189,7 @@ class Follower:
 
     def _do_from_host(self, order: group.FromHost) -> None:
         read = self._kept[order.load]
-        assert isinstance(read, _Read) and isinstance(read.ticket.outcome, Loaded)
+        assert isinstance(read, _Read) and isinstance(read.ticket.outcome, BlocksLoaded)
         block = next(each for each in read.ticket.outcome.blocks if each.header.hash == order.hash)
         region = next(each for each in block.regions if each.kind == order.kept.kind)
         self._kept[order.kept.number] = self._runner.blocks.from_host(region)
@@ -273,7 +273,7 @@ class Follower:
         """Handle what the tier posts. Any thread."""
         if isinstance(outcome, Inventory):
             self._stored([record.hash for record in outcome.records], is_last=outcome.is_last)
-        elif isinstance(outcome, Evicted):
+        elif isinstance(outcome, BlocksEvicted):
             self._lost([name for name in outcome.hashes if name not in self._removed])
         elif isinstance(outcome, StorageFailed):
             # The reason may name folders, so only the log has it.
@@ -301,12 +301,12 @@ class Follower:
         return group.FollowRequest(heartbeat=beat)
 
     def _removal_ended(self, ticket: Ticket[Any]) -> None:
-        # `Evicted` has named the blocks before; those that were not there are never named.
+        # `BlocksEvicted` has named the blocks before; those that were not there are never named.
         self._removed.difference_update(self._removals.pop(ticket, ()))
 
     def _ticket_came(self, ticket: Ticket[Any]) -> None:
         name = self._puts.pop(ticket, None)
-        if name is not None and isinstance(ticket.outcome, Failure):
+        if name is not None and isinstance(ticket.outcome, StorageFailure):
             self._lost([name])
         self._read_ended(ticket)
 
@@ -315,15 +315,15 @@ class Follower:
         read = None if number is None else self._kept.get(number)
         if number is None or not isinstance(read, _Read):
             return
-        outcome = cast("Loaded | Failure", ticket.outcome)
-        failure = outcome if isinstance(outcome, Failure) else outcome.failure
-        if isinstance(outcome, Loaded) and failure is None:
+        outcome = cast("BlocksLoaded | StorageFailure", ticket.outcome)
+        failure = outcome if isinstance(outcome, StorageFailure) else outcome.failure
+        if isinstance(outcome, BlocksLoaded) and failure is None:
             self._load_ended(number, len(read.blocks), read_bytes_per_s=outcome.read_bytes_per_s)
             return
         assert failure is not None
         names = [each.header.hash for each in read.blocks]
         at = names.index(failure.hash) if failure.hash in names else 0
-        is_there = failure.hash is None or failure.cause in (Damage.MEMORY, *Trouble)
+        is_there = failure.hash is None or failure.cause in (BlockDamage.MEMORY, *StorageTrouble)
         self._load_ended(number, at, lacks_memory=is_there)
 
     def _load_ended(

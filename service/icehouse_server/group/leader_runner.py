@@ -27,7 +27,14 @@ from icehouse_server.engine.prefix_cache.tiers.runner_port import (
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.group.messages import chunk_message
-from icehouse_server.group.order_log import CopiedRegion, GroupRead, GroupTarget, Kept, OrderLog, ReadRegion
+from icehouse_server.group.order_log import (
+    CopiedRegion,
+    GroupRead,
+    GroupTarget,
+    KeptOnRanks,
+    OrderLog,
+    ReadRegion,
+)
 from icehouse_server.storage.api import KvTarget, PlannedBlock
 
 _log = logging.getLogger("icehouse.engine")
@@ -142,7 +149,7 @@ class LeaderRunner:
         self._own.end_thread()
 
 
-class KeptRegion(Kept):
+class KeptRegion(KeptOnRanks):
     """A region of rank 0, which the followers keep under the same number."""
 
     def __init__(self, log: OrderLog, kind: RegionKind, own: Region) -> None:
@@ -249,7 +256,7 @@ class LeaderBlocks:
         return copy
 
 
-class GroupCopy(Kept):
+class GroupCopy(KeptOnRanks):
     """Implements HostCopy: regions being copied to host memory, on every rank."""
 
     def __init__(self, log: OrderLog, own: HostCopy) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 from icehouse.group.v1 import group_service_pb2 as group
 
-from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock
+from icehouse_server.domain.blocks import BlockDamage, BlockHeader, HostBlock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.group.messages import header_message, names_from, planned_messages
@@ -25,22 +25,22 @@ from icehouse_server.pins import NOT_PINNED
 from icehouse_server.storage.api import (
     STALL_LIMIT_S,
     AnyTicket,
+    BlockPersisted,
+    BlocksEvicted,
+    BlocksLoaded,
+    BlocksPurged,
+    ChainFound,
     ColdTier,
-    Evicted,
-    Failure,
     Fetched,
-    Found,
     Inventory,
     KvTarget,
     LearnedRates,
-    Loaded,
     LoadedBlock,
     Names,
     Outcome,
-    Persisted,
     PlannedBlock,
-    Purged,
     StorageFailed,
+    StorageFailure,
     StoredBlock,
     Ticket,
     Verified,
@@ -78,12 +78,12 @@ class _Read:
 
     read: GroupRead
     blocks: Sequence[PlannedBlock]
-    own: Ticket[Loaded]
-    whole: Ticket[Loaded]
+    own: Ticket[BlocksLoaded]
+    whole: Ticket[BlocksLoaded]
     waiting: set[int]
     """Followers that are still reading."""
     has_own: bool = False
-    missing: Failure | None = None
+    missing: StorageFailure | None = None
     """For the first block that some follower lacks."""
     missing_at: int = 0
     slowest_bytes_per_s: float = math.inf
@@ -142,11 +142,11 @@ class LeaderTier:
 
     def _note_change(self, outcome: Outcome) -> None:
         """Note what was added and removed after the inventory, because it replaces what the engine knows."""
-        if isinstance(outcome, Evicted):
+        if isinstance(outcome, BlocksEvicted):
             self._gone.update(outcome.hashes)
             for name in outcome.hashes:
                 self._come.pop(name, None)
-        elif isinstance(outcome, Ticket) and isinstance(outcome.outcome, Persisted):
+        elif isinstance(outcome, Ticket) and isinstance(outcome.outcome, BlockPersisted):
             record = outcome.outcome.record
             self._come[record.hash] = record
             self._gone.discard(record.hash)
@@ -230,9 +230,9 @@ class LeaderTier:
             detail = f"rank {rank} does not have it"
             read.missing_at = ended.block_count
             read.missing = (
-                Failure(Damage.MEMORY, detail)
+                StorageFailure(BlockDamage.MEMORY, detail)
                 if ended.lacks_memory
-                else Failure(Damage.MISSING, detail, hash=name)
+                else StorageFailure(BlockDamage.MISSING, detail, hash=name)
             )
         return self._ended(read)
 
@@ -243,7 +243,7 @@ class LeaderTier:
         outcome = read.own.outcome
         assert outcome is not None
         missing = read.missing
-        if isinstance(outcome, Loaded) and outcome.failure is None:
+        if isinstance(outcome, BlocksLoaded) and outcome.failure is None:
             blocks = tuple(_remembered(block, read.read) for block in outcome.blocks)
             rate = min(outcome.read_bytes_per_s, read.slowest_bytes_per_s)
             outcome = dataclasses.replace(outcome, blocks=blocks, read_bytes_per_s=rate)
@@ -264,7 +264,7 @@ class LeaderTier:
     def _mark(self, what: str, names: Names, *, end_time: float = NOT_PINNED) -> None:
         self._log.add(group.Order(mark=group.Mark(what=what, names=names, end_time=end_time)))
 
-    def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
+    def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[BlocksLoaded] | None:
         assert into is None or isinstance(into, GroupTarget)
         read = GroupRead(self._log) if into is None else into.read
         with self._lock:
@@ -279,7 +279,7 @@ class LeaderTier:
 
     def put(
         self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
-    ) -> Ticket[Persisted]:
+    ) -> Ticket[BlockPersisted]:
         region = block.regions[0]
         assert isinstance(region, CopiedRegion), "every block was copied on all ranks"
         put = group.Put(
@@ -308,7 +308,7 @@ class LeaderTier:
             self._mark("pin", blocks, end_time=end_time)
         return ticket
 
-    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
+    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[BlocksPurged] | None:
         ticket = self.own.delete(blocks, is_final=is_final)
         if ticket is not None and blocks:
             self._mark("delete_final" if is_final else "delete", blocks)
@@ -361,7 +361,7 @@ class LeaderTier:
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
         return self.own.heads(blocks)
 
-    def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
+    def find(self, blocks: Names, *, limit_s: float) -> Ticket[ChainFound] | None:
         return None
 
     def fetch(self, blocks: Names) -> Ticket[Fetched] | None:

@@ -26,7 +26,7 @@ _MESSAGE_LIMIT = 256
 _MEASURE_S = 0.5
 
 
-class Round(NamedTuple):
+class ClockRound(NamedTuple):
     """One question to rank 0, by the clocks of both."""
 
     sent_time: float
@@ -35,7 +35,7 @@ class Round(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Link:
+class RankLink:
     """The connection between this machine and rank 0."""
 
     difference: str
@@ -50,7 +50,7 @@ class Link:
 
 def check_link(
     membership: Membership, facts: Mapping[str, str], *, tls: ChannelTls | None, clock: Clock
-) -> Link:
+) -> RankLink:
     """Ask rank 0, for a few seconds at most. Raises StartError if it refuses this machine, and ChannelBroken
     if it does not answer."""
     try:
@@ -63,7 +63,7 @@ def check_link(
             for _ in range(_ROUND_COUNT):
                 sent_time = clock.wall()
                 answer = compare(known, timeout=_CALL_S)
-                rounds.append(Round(sent_time, answer.wall_time, clock.wall()))
+                rounds.append(ClockRound(sent_time, answer.wall_time, clock.wall()))
             known.padding = bytes(MESSAGE_BYTES)
             began_time, sent_bytes, elapsed_s = clock.monotonic(), 0, 0.0
             while elapsed_s < _MEASURE_S and sent_bytes < _MESSAGE_LIMIT * MESSAGE_BYTES:
@@ -73,10 +73,10 @@ def check_link(
     except grpc.RpcError as error:
         raise error_of(error) from error
     skew_s, round_trip_s = skew_of(rounds)
-    return Link(difference, skew_s, round_trip_s, 2 * sent_bytes / elapsed_s)
+    return RankLink(difference, skew_s, round_trip_s, 2 * sent_bytes / elapsed_s)
 
 
-def skew_of(rounds: Sequence[Round]) -> tuple[float, float]:
+def skew_of(rounds: Sequence[ClockRound]) -> tuple[float, float]:
     """Return how far rank 0's clock is ahead, and the round trip of the most precise question: the shortest
     (NTP, RFC 5905)."""
     best = min(rounds, key=lambda each: each.come_time - each.sent_time)

@@ -93,7 +93,7 @@ class OrderLog:
         return response
 
 
-class Kept:
+class KeptOnRanks:
     """Something on rank 0 that the followers keep, too, for as long as this exists."""
 
     def __init__(self, log: OrderLog) -> None:
@@ -104,7 +104,7 @@ class Kept:
         self._log.drop(self.number)
 
 
-class GroupRead(Kept):
+class GroupRead(KeptOnRanks):
     """A read from the SSD tiers of all ranks."""
 
 
@@ -133,4 +133,4 @@ class ReadRegion(HostRegion):
 class CopiedRegion(HostRegion):
     """A region that was copied to host memory on every rank."""
 
-    copy: Kept
+    copy: KeptOnRanks

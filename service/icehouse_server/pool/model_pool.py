@@ -27,17 +27,17 @@ from icehouse_server.errors import (
     size_text,
 )
 from icehouse_server.pool.places import (
+    LoadedPlace,
     ModelNeeds,
     ModelOpener,
     ModelTerms,
     OpenedModel,
-    Place,
     PooledModel,
     shown,
     taken_bytes,
     yielding,
 )
-from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.access.caller import Caller, CallerRole
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import stopping
 from icehouse_server.rpc.engine_client.seat import ModelUse, Seat, unknown_model
@@ -235,13 +235,13 @@ class ModelPool(Generic[_Opened]):
             raise unknown_model(name, [each.name for each in self.listed(caller)])
         return model
 
-    def _taken(self, place: Place) -> Place:
+    def _taken(self, place: LoadedPlace) -> LoadedPlace:
         place.keep()
         place.user_count += 1
         place.idle.clear()
         return place
 
-    def _release(self, place: Place) -> None:
+    def _release(self, place: LoadedPlace) -> None:
         place.user_count -= 1
         place.use_time = self._clock.monotonic()
         place.released.set()
@@ -252,7 +252,7 @@ class ModelPool(Generic[_Opened]):
                 expire = functools.partial(self._expire, model, place)
                 place.expiry = asyncio.get_running_loop().call_later(place.terms.ttl_s, expire)
 
-    def _expire(self, model: PooledModel, place: Place) -> None:
+    def _expire(self, model: PooledModel, place: LoadedPlace) -> None:
         async def unload() -> None:
             async with self._turn:
                 if model.place is place and place.idle.is_set() and model.state is ModelState.READY:
@@ -260,11 +260,11 @@ class ModelPool(Generic[_Opened]):
 
         self._begin(unload(), name=f"expiry of {model.terms.name}")
 
-    async def _loaded(self, model: PooledModel) -> Place:
+    async def _loaded(self, model: PooledModel) -> LoadedPlace:
         """Return the place of a model, marked as used, once it is loaded; raises the error if that fails."""
         if model.error is not None and self._is_given_up(model):
             raise model.error
-        waiter: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[LoadedPlace] = asyncio.get_running_loop().create_future()
         model.waiters.append(waiter)
         self._ensure_loading(model)
         try:
@@ -314,7 +314,7 @@ class ModelPool(Generic[_Opened]):
         _log.info("model_loaded", extra={"model": name, "size_bytes": size_bytes, "duration_s": duration_s})
         self._admit(model, place)
 
-    async def _opened_place(self, model: PooledModel, needs: ModelNeeds) -> Place:
+    async def _opened_place(self, model: PooledModel, needs: ModelNeeds) -> LoadedPlace:
         """Load a model. If what others keep besides their weights leaves too little, they give way too."""
         while True:
             try:
@@ -326,7 +326,7 @@ class ModelPool(Generic[_Opened]):
                 limit_bytes = taken_bytes(needs, occupants) - 1
                 await self._make_room(model.terms.name, needs, limit_bytes=limit_bytes)
 
-    async def _open(self, model: PooledModel, needs: ModelNeeds) -> Place:
+    async def _open(self, model: PooledModel, needs: ModelNeeds) -> LoadedPlace:
         self._set(model, ModelState.LOADING)
         if model.ending is not None:
             # Its engine before has its memory, and its blocks on SSD.
@@ -335,7 +335,7 @@ class ModelPool(Generic[_Opened]):
         opened = await asyncio.to_thread(self._opener.open, model.terms.name)
         router, changed = opened.seat.router, asyncio.Event()
         router.add_listener(changed.set)
-        model.place = place = Place(model.terms, opened, needs, began)
+        model.place = place = LoadedPlace(model.terms, opened, needs, began)
         self._opened.append(opened)
         try:
             opened.start()
@@ -356,7 +356,7 @@ class ModelPool(Generic[_Opened]):
         place.load_s = place.ready_time - began
         return place
 
-    def _admit(self, model: PooledModel, place: Place) -> None:
+    def _admit(self, model: PooledModel, place: LoadedPlace) -> None:
         """Let all calls that wait for a model use it."""
         self._set(model, ModelState.READY)
         # Count one user of our own, so that a model that nobody waits for any more expires too.
@@ -389,10 +389,10 @@ class ModelPool(Generic[_Opened]):
                 if model.place is place:
                     await self._unload(model, place, grace_s=0.0)
 
-    def _occupants(self) -> list[Place]:
+    def _occupants(self) -> list[LoadedPlace]:
         return [model.place for model in self._models.values() if model.place is not None]
 
-    async def _has_stayed(self, chosen: Sequence[Place]) -> bool:
+    async def _has_stayed(self, chosen: Sequence[LoadedPlace]) -> bool:
         """Wait while one of these models must not give way yet, or until a call of it has ended. Return False
         if all may go now."""
         for place in chosen:
@@ -404,7 +404,7 @@ class ModelPool(Generic[_Opened]):
                 return True
         return False
 
-    async def _unload(self, model: PooledModel, place: Place, *, grace_s: float) -> None:
+    async def _unload(self, model: PooledModel, place: LoadedPlace, *, grace_s: float) -> None:
         """Unload a model once nobody uses it, or after `grace_s`. The caller holds `_turn`."""
         self._set(model, ModelState.DRAINING)
         place.keep()
@@ -418,13 +418,13 @@ class ModelPool(Generic[_Opened]):
         if model.waiters:
             self._ensure_loading(model)
 
-    async def _end(self, model: PooledModel, place: Place) -> None:
+    async def _end(self, model: PooledModel, place: LoadedPlace) -> None:
         await place.opened.end()
         self._opened = [each for each in self._opened if each is not place.opened]
         if model.place is place:
             model.place = None
 
-    def _engine_changed(self, model: PooledModel, place: Place) -> None:
+    def _engine_changed(self, model: PooledModel, place: LoadedPlace) -> None:
         """Take a model whose engine failed out of the pool; the others continue."""
         if place.opened.seat.router.state is EngineState.FAILED and model.place is place:
             model.place = None
@@ -465,7 +465,7 @@ class ModelPool(Generic[_Opened]):
 
 
 def _may_use(caller: Caller, terms: ModelTerms) -> bool:
-    return not terms.tenants or caller.role is Role.OPERATOR or caller.tenant in terms.tenants
+    return not terms.tenants or caller.role is CallerRole.OPERATOR or caller.tenant in terms.tenants
 
 
 def _not_loaded(model: PooledModel, error: IcehouseError, *, what: str = "loaded") -> Unavailable:
@@ -479,7 +479,7 @@ def _not_loaded(model: PooledModel, error: IcehouseError, *, what: str = "loaded
     )
 
 
-def _no_room(name: str, needs: ModelNeeds, running: Sequence[Place], *, limit_bytes: int) -> Overloaded:
+def _no_room(name: str, needs: ModelNeeds, running: Sequence[LoadedPlace], *, limit_bytes: int) -> Overloaded:
     names = ", ".join(repr(each.terms.name) for each in running)
     return Overloaded(
         Reason.MEMORY_SHORT,

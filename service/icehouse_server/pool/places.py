@@ -72,7 +72,7 @@ class ModelOpener(Protocol[_Opened_co]):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Place:
+class LoadedPlace:
     """A model in memory. Times are `Clock.monotonic` readings."""
 
     terms: ModelTerms
@@ -115,7 +115,7 @@ class PooledModel:
 
     terms: ModelTerms
     state: ModelState = ModelState.ABSENT
-    place: Place | None = None
+    place: LoadedPlace | None = None
     loading: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
     """Of an engine that failed."""
@@ -123,7 +123,7 @@ class PooledModel:
     """Fetches its files."""
     found: ModelNeeds | IcehouseError | None = None
     """The result of the last fetch: what memory it needs, or why its files are not here."""
-    waiters: list[asyncio.Future[Place]] = dataclasses.field(default_factory=list)
+    waiters: list[asyncio.Future[LoadedPlace]] = dataclasses.field(default_factory=list)
     error: IcehouseError | None = None
     failed_time: float = 0.0
     info: ModelInfo | None = None
@@ -142,15 +142,15 @@ def shown(error: IcehouseError) -> str:
     return f"{error.reason}; the server's log says more"
 
 
-def taken_bytes(needs: ModelNeeds, staying: Iterable[Place]) -> int:
+def taken_bytes(needs: ModelNeeds, staying: Iterable[LoadedPlace]) -> int:
     """Return the bytes that a model needs together with others: all weights, and that any of them can run."""
     together = [needs, *(each.needs for each in staying)]
     return sum(each.weight_bytes for each in together) + max(each.run_bytes for each in together)
 
 
 def yielding(
-    name: str, needs: ModelNeeds, occupants: Sequence[Place], *, limit_bytes: int
-) -> tuple[Place, ...]:
+    name: str, needs: ModelNeeds, occupants: Sequence[LoadedPlace], *, limit_bytes: int
+) -> tuple[LoadedPlace, ...]:
     """Return the models that give way to another, in order; none if it fits beside all of them.
 
     Idle models give way before running ones, which must be drained first, and among both the least recently
@@ -159,7 +159,7 @@ def yielding(
     pinned = [each for each in occupants if each.terms.is_pinned]
     if taken_bytes(needs, pinned) > limit_bytes:
         raise _never_fits(name, needs, pinned, limit_bytes=limit_bytes)
-    staying, chosen = list(occupants), list[Place]()
+    staying, chosen = list(occupants), list[LoadedPlace]()
     movable = (each for each in occupants if not each.terms.is_pinned)
     for each in sorted(movable, key=lambda each: (each.user_count > 0, each.use_time)):
         if taken_bytes(needs, staying) <= limit_bytes:
@@ -174,7 +174,9 @@ def yielding(
     return tuple(chosen)
 
 
-def _never_fits(name: str, needs: ModelNeeds, pinned: Sequence[Place], *, limit_bytes: int) -> CannotFit:
+def _never_fits(
+    name: str, needs: ModelNeeds, pinned: Sequence[LoadedPlace], *, limit_bytes: int
+) -> CannotFit:
     pinned_bytes = sum(each.needs.weight_bytes for each in pinned)
     run_bytes = taken_bytes(needs, pinned) - needs.weight_bytes - pinned_bytes
     beside, advice = "", ""

@@ -30,7 +30,7 @@ from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, 
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import UNPROVED, Caller
 from icehouse_server.rpc.access.credentials import ServerSecurity
-from icehouse_server.rpc.access.shares import RETRY_S, FairQueue, FairShare, Hold
+from icehouse_server.rpc.access.shares import RETRY_S, FairQueue, FairShare, QueueHold
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end, stopping
 from icehouse_server.rpc.calls.methods import (
     LONG_MESSAGE_BYTES,
@@ -43,7 +43,7 @@ from icehouse_server.rpc.calls.methods import (
     shares_of,
 )
 from icehouse_server.rpc.calls.status import status_of
-from icehouse_server.rpc.calls.wire import Encoded, Limit, current_limit, received_bytes
+from icehouse_server.rpc.calls.wire import EncodedResponse, Limit, current_limit, received_bytes
 from icehouse_server.rpc.engine_client import answers
 
 _TURN_COUNT = 16
@@ -130,8 +130,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         # None: a stream that has written its messages itself, or channelz, which only sets a status.
         if response is not None:
             # Encoded now, so that the message is not kept while it is sent.
-            if not isinstance(response, Encoded):
-                response = Encoded(handler.response_serializer(response))
+            if not isinstance(response, EncodedResponse):
+                response = EncodedResponse(handler.response_serializer(response))
             await self._answer(context, response)
 
     async def _admit(self, handler: Any, method: str, context: Context, held: contextlib.ExitStack) -> Any:
@@ -140,7 +140,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         timeout_s = self._message_timeout_s
         if row.message_timeout_s is not None:
             timeout_s = min(timeout_s, row.message_timeout_s)
-        memory: Hold | None = None
+        memory: QueueHold | None = None
         try:
             async with loop_timeout(timeout_s) as timer, self._admission(row, timer):
                 if row.message_byte_limit is None:
@@ -250,7 +250,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if (own := self._caller_shares.get(method)) is not None:
             held.enter_context(own.hold(origin))
         held.enter_context(self._shares[row.pool].hold(origin))
-        unread = answers.Answers(self._answer_memory, origin=origin)
+        unread = answers.CallAnswers(self._answer_memory, origin=origin)
         held.callback(unread.close)
         answers.current.set(unread)
         callers.current.set(caller)

@@ -48,7 +48,7 @@ class SocketFile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Bound:
+class BoundAddress:
     """Where a server listens."""
 
     address: str
@@ -63,7 +63,7 @@ def bind(
     security: SecurityConfig,
     *,
     credentials: grpc.ServerCredentials | None,
-) -> Bound:
+) -> BoundAddress:
     """Bind the configured address; raises StartError.
 
     `credentials` are the server's TLS; None for plain text. A Unix socket never needs them.
@@ -71,7 +71,7 @@ def bind(
     if config.uds is not None:
         return bind_uds(server, Path(config.uds))
     address = bind_tcp(server, host=config.host, port=config.port, security=security, credentials=credentials)
-    return Bound(address)
+    return BoundAddress(address)
 
 
 def bind_tcp(
@@ -258,7 +258,7 @@ def _listening(*, host: str, port: int) -> socket.socket:
     return listening
 
 
-def bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
+def bind_uds(server: grpc.aio.Server, path: Path) -> BoundAddress:
     """Bind a Unix socket that only this account may connect to; raises StartError."""
     # At its stop gRPC removes whatever has the name that it bound, even another server's socket. So it binds
     # a private name, never the one that clients know.
@@ -278,7 +278,7 @@ def bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
         raise _uds_error(path, "the system refused it; is the folder writable?") from error
     finally:
         os.umask(old_mask)
-    return Bound(f"unix:{path}", SocketFile.at(path))
+    return BoundAddress(f"unix:{path}", SocketFile.at(path))
 
 
 def _check_socket(path: Path) -> None:

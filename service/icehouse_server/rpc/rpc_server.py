@@ -40,13 +40,13 @@ from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.seat import Seats
 from icehouse_server.rpc.health import Health
-from icehouse_server.rpc.listen_address import Bound, bind, bind_tcp, bind_uds, server_options
+from icehouse_server.rpc.listen_address import BoundAddress, bind, bind_tcp, bind_uds, server_options
 from icehouse_server.rpc.services.cache_service import CacheService
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
 from icehouse_server.rpc.services.inference_service import InferenceService
 from icehouse_server.rpc.services.model_service import ModelService
-from icehouse_server.rpc.services.observation import Observation
+from icehouse_server.rpc.services.observation import CallObservation
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.rpc.services.rerank_service import RerankService
 from icehouse_server.rpc.services.server_service import ServerService, server_proto
@@ -95,7 +95,7 @@ class RpcServer:
         self._security_config = config.security
         self._tenants = Tenants(config.tenant, running_limit=config.engine.tenant_running_limit, clock=clock)
         self._prompts = PromptReader(config.server)
-        self.observation = Observation(
+        self.observation = CallObservation(
             telemetry or Telemetry(),
             seats=seats,
             tenants=self._tenants,
@@ -129,8 +129,8 @@ class RpcServer:
         """Their addresses, once started."""
         self._refreshing: asyncio.Task[None] | None = None
         """Reads certificates and tokens again."""
-        self._bound = Bound("")
-        self._private = Bound("")
+        self._bound = BoundAddress("")
+        self._private = BoundAddress("")
         self._seats = seats
         self._add_services(self._parts(seats, clock, draw_seed), worker)
 

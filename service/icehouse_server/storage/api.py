@@ -18,7 +18,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock, HostRegion, RegionKind
+from icehouse_server.domain.blocks import BlockDamage, BlockHeader, HostBlock, HostRegion, RegionKind
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.pins import NOT_PINNED
@@ -37,7 +37,7 @@ OVERHEAD_BYTES = 64 * 1024
 """The most that a block takes of a tier's space and queue beyond its tensors' bytes."""
 
 
-class Trouble(enum.StrEnum):
+class StorageTrouble(enum.StrEnum):
     """Why a call failed, if no block is the cause."""
 
     UNUSABLE = "unusable"
@@ -49,10 +49,10 @@ class Trouble(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Failure:
+class StorageFailure:
     """Why a call failed, and which block is the cause, if one is."""
 
-    cause: Damage | SpillDropCause | Trouble
+    cause: BlockDamage | SpillDropCause | StorageTrouble
     detail: str = ""
     hash: BlockHash | None = None
     header_checksum: int | None = None
@@ -66,9 +66,9 @@ class Ticket(Generic[Result]):
     The tier writes the outcome before it posts the ticket; the caller reads it once the ticket has arrived.
     """
 
-    outcome: Result | Failure | None = None
+    outcome: Result | StorageFailure | None = None
 
-    def finish(self, outcome: Result | Failure) -> None:
+    def finish(self, outcome: Result | StorageFailure) -> None:
         """Write the outcome. The tier only."""
         assert self.outcome is None, f"{self} is finished twice"
         self.outcome = outcome
@@ -147,18 +147,18 @@ class LoadedBlock:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Loaded:
+class BlocksLoaded:
     """The verified beginning of a load: its first blocks, all of them unless `failure` is set."""
 
     blocks: tuple[LoadedBlock, ...]
     read_bytes: int
     read_bytes_per_s: float
     """Moving average over the recent loads."""
-    failure: Failure | None = None
+    failure: StorageFailure | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Persisted:
+class BlockPersisted:
     """The block is in the tier."""
 
     record: StoredBlock
@@ -169,7 +169,7 @@ class Persisted:
     duration_s: float = 0.0
 
 
-class Purged(NamedTuple):
+class BlocksPurged(NamedTuple):
     """What a `delete` removed."""
 
     block_count: int
@@ -178,11 +178,11 @@ class Purged(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verified:
-    """The result of a `verify`; damaged blocks are gone, and were named by `Evicted`."""
+    """The result of a `verify`; damaged blocks are gone, and were named by `BlocksEvicted`."""
 
     checked_count: int
     checked_bytes: int
-    damaged: tuple[Failure, ...]
+    damaged: tuple[StorageFailure, ...]
 
 
 class WriteBudget(NamedTuple):
@@ -193,7 +193,7 @@ class WriteBudget(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class ChainFound:
     """How much of a chain is in a store that other servers share with this one."""
 
     block_count: int
@@ -257,7 +257,7 @@ class Inventory:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Evicted:
+class BlocksEvicted:
     """These blocks are gone: evicted for the tier's limits, deleted on request, or damaged."""
 
     hashes: Names
@@ -278,7 +278,7 @@ class StorageClosed:
 
 
 AnyTicket = Ticket[Any]
-Outcome = AnyTicket | Inventory | Evicted | StorageFailed | StorageClosed
+Outcome = AnyTicket | Inventory | BlocksEvicted | StorageFailed | StorageClosed
 """What a tier posts to the mailbox."""
 
 
@@ -316,20 +316,20 @@ class ColdTier(Protocol):
 
     def put(
         self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
-    ) -> Ticket[Persisted]:
+    ) -> Ticket[BlockPersisted]:
         """Store a block, for this request; the caller has checked that the queue has space. Done without a
         write if all its regions are stored. Fails with a `SpillDropCause`, also if other models have filled
         the queue since the check."""
 
-    def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
+    def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[BlocksLoaded] | None:
         """Read and verify blocks of one chain, in its order, their KV into this memory; without it the tier
-        allocates some. Fails with the `Damage` of the first block; if a later one is damaged, those before it
-        are returned."""
+        allocates some. Fails with the `BlockDamage` of the first block; if a later one is damaged, those
+        before it are returned."""
 
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
         """Read the headers of blocks, token ids included; damaged ones are left out."""
 
-    def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
+    def find(self, blocks: Names, *, limit_s: float) -> Ticket[ChainFound] | None:
         """Ask how much of a chain other servers have stored; within `limit_s` the answer is what is known by
         then. None if there is no store, or if it was asked for this chain just now or does not answer."""
 
@@ -349,10 +349,10 @@ class ColdTier(Protocol):
         protection. A pin that ends later stays. The result names blocks that are neither stored nor
         queued."""
 
-    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
-        """Remove blocks, pinned ones too; `Evicted` names them before the ticket arrives. Without names it is
-        done when everything put before is written or dropped. `is_final`: nobody may use them again, so they
-        are also deleted from the store that servers share, as soon as it answers."""
+    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[BlocksPurged] | None:
+        """Remove blocks, pinned ones too; `BlocksEvicted` names them before the ticket arrives. Without names
+        it is done when everything put before is written or dropped. `is_final`: nobody may use them again, so
+        they are also deleted from the store that servers share, as soon as it answers."""
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
         """Read and check every byte of these blocks; None means all blocks."""

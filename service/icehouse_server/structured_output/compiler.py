@@ -38,7 +38,7 @@ from icehouse_server.structured_output.grammar_source import grammar_source, une
 from icehouse_server.structured_output.matcher import CompiledGrammar
 from icehouse_server.structured_output.probe_process import ProbeProcess, ProbeSetup
 from icehouse_server.structured_output.schema.references import (
-    Mistake,
+    FormMistake,
     References,
     UnusableSchema,
     escaped,
@@ -202,7 +202,7 @@ class GrammarCompiler:
         source = grammar_source(form, pieces=self._pieces)
         return LLMatcher(self.prepare()[0], source, log_level=0, limits=_LIMITS)
 
-    def _mistake(self, form: ResponseFormat, message: str) -> Mistake:
+    def _mistake(self, form: ResponseFormat, message: str) -> FormMistake:
         if isinstance(form, JsonSchema):
             return _schema_mistake(json.loads(form.schema), message, complain=self._complaint)
         return _regex_mistake(message) if isinstance(form, Regex) else _lark_mistake(message)
@@ -257,12 +257,12 @@ def _read_schema(schema: str, *, field: str) -> Any:
         parsed: Any = json.loads(schema)
     except json.JSONDecodeError as error:
         position = f"line {error.lineno}, column {error.colno}"
-        raise Mistake(f"it is not JSON: {error.msg}", position) from error
+        raise FormMistake(f"it is not JSON: {error.msg}", position) from error
     except ValueError as error:
         # A number with more digits than Python reads.
-        raise Mistake("a number in it has too many digits") from error
+        raise FormMistake("a number in it has too many digits") from error
     if not isinstance(parsed, dict | bool):
-        raise Mistake("a JSON schema is an object, true or false", "/")
+        raise FormMistake("a JSON schema is an object, true or false", "/")
     _check_multiples(schema, field=field)
     return parsed
 
@@ -274,9 +274,9 @@ def _check_first_step(matcher: LLMatcher, *, end_token_ids: list[int], field: st
     if not matcher.is_error() and allowed.any():
         return
     if not matcher.is_error():
-        raise Mistake("it allows nothing but the empty text")
+        raise FormMistake("it allows nothing but the empty text")
     if "NoExtension" in matcher.get_error():
-        raise Mistake("no text can match it")
+        raise FormMistake("no text can match it")
     detail = matcher.get_error().partition("\n")[0]
     raise InvalidRequest(
         Reason.GRAMMAR_TOO_COMPLEX,
@@ -293,12 +293,12 @@ def _refusing(field: str) -> Iterator[None]:
         yield
         return
     except RecursionError:
-        mistake = Mistake("it is nested too deeply")
-    except Mistake as error:
+        mistake = FormMistake("it is nested too deeply")
+    except FormMistake as error:
         mistake = error
     except ValueError as error:
         # Python accepts some JSON that llguidance does not, such as half of a surrogate pair.
-        mistake = Mistake(str(error))
+        mistake = FormMistake(str(error))
     where = f" (at {mistake.position})" if mistake.position else ""
     is_tool = field.startswith(_FIELDS[TaggedJson])
     raise InvalidRequest(
@@ -337,30 +337,30 @@ def _states(number: str) -> float:
     return float(whole)
 
 
-def _lark_mistake(message: str) -> Mistake:
+def _lark_mistake(message: str) -> FormMistake:
     """Read llguidance's message about a Lark grammar."""
     position = _LARK_POSITION.match(message)
     if position is None:
-        return Mistake(_one_line(message))
+        return FormMistake(_one_line(message))
     # After the message it shows the source, which the caller has.
     detail = message[position.end() :].partition("\n")[0]
     regex_error = _REGEX_ERROR.search(message)
     if regex_error is not None:
         detail = f"{detail.partition(':')[0]}: {regex_error[1]}"
-    return Mistake(_one_line(detail), f"line {position[1]}, column {position[2]}")
+    return FormMistake(_one_line(detail), f"line {position[1]}, column {position[2]}")
 
 
-def _regex_mistake(message: str) -> Mistake:
+def _regex_mistake(message: str) -> FormMistake:
     """Read llguidance's message about a lone regular expression."""
     error = _REGEX_ERROR.search(message)
     if error is None:
-        return Mistake(_one_line(_LARK_POSITION.sub("", message).partition("\n")[0]), "")
+        return FormMistake(_one_line(_LARK_POSITION.sub("", message).partition("\n")[0]), "")
     caret = _REGEX_CARET.search(message)
     position = f"column {len(caret[1]) - _REGEX_INDENT + 1}" if caret is not None else ""
-    return Mistake(error[1], position)
+    return FormMistake(error[1], position)
 
 
-def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]) -> Mistake:
+def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]) -> FormMistake:
     """Return the mistake with the smallest part for which `complain` reports the same as for the whole.
 
     Parts are compiled without their references. If no part has the mistake by itself, the whole has it.
@@ -383,7 +383,7 @@ def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]
     while (faulty := next((each for each in candidates if has_it(each[1])), None)) is not None:
         pointer, part = faulty
         candidates = iter([(pointer + step, child) for step, child in _children(part)])
-    return Mistake(_one_line(message), pointer or "/")
+    return FormMistake(_one_line(message), pointer or "/")
 
 
 def _without_definition(message: str) -> str:

@@ -19,7 +19,7 @@ from icehouse_server.domain.response_format import (
     ResponseFormat,
     TaggedJson,
 )
-from icehouse_server.structured_output.schema.references import Mistake
+from icehouse_server.structured_output.schema.references import FormMistake
 from icehouse_server.structured_output.schema.rewriter import rewritten
 
 Pieces = Callable[[str], Iterable[int | str]]
@@ -100,7 +100,7 @@ def _tagged_lark(form: TaggedJson, pieces: Pieces) -> str:
             first = next(iter(pieces(item.begin)))
             # llguidance takes the longest lexeme: an answer that begins as a call does would become one.
             if isinstance(first, str) and _JSON_START.match(first):
-                raise Mistake("calls of this model begin as JSON does, so that no answer can be in JSON")
+                raise FormMistake("calls of this model begin as JSON does, so that no answer can be in JSON")
         lines = [*_LEXEMES, f"start: {calls} | answer", f"answer: %json {_held_answer(form.answer)}"]
     for name, item in zip(names, form.tags, strict=True):
         lines.append(f"begun_{name}: {_body(item, pieces, begin=item.begin.removeprefix(form.opening))}")

@@ -83,7 +83,7 @@ CALL_METRICS: tuple[Metric, ...] = (
 )
 
 
-class Reuse(enum.StrEnum):
+class PromptReuse(enum.StrEnum):
     """Where a prompt's beginning came from."""
 
     COLD = "cold"
@@ -142,7 +142,7 @@ class CallMetrics:
             self._meter.observe(PER_TOKEN, usage.decode_s / (usage.output_token_count - 1), labels)
 
 
-def _reuse_of(cache: CacheReport) -> Reuse:
+def _reuse_of(cache: CacheReport) -> PromptReuse:
     if not cache.cached_token_count:
-        return Reuse.COLD
-    return Reuse.SSD if cache.ssd_token_count else Reuse.RAM
+        return PromptReuse.COLD
+    return PromptReuse.SSD if cache.ssd_token_count else PromptReuse.RAM

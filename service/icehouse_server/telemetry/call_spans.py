@@ -169,7 +169,7 @@ class _Joins:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stage:
+class CallStage:
     """One stage of a call, in seconds since the call reached the edge."""
 
     name: str
@@ -178,23 +178,25 @@ class Stage:
     attributes: Mapping[str, Attribute] = dataclasses.field(default_factory=dict)
 
 
-def stages_of(record: CallRecord) -> Iterator[Stage]:
+def stages_of(record: CallRecord) -> Iterator[CallStage]:
     """Yield the stages that the call reached, in order.
 
     Only reported stages: a request that was cancelled in prefill has no prefill stage, since its length is
     known only for requests that ran to their end.
     """
     if record.tokenize_s > 0:
-        yield Stage("tokenize", 0.0, record.tokenize_s, {"icehouse.prompt.tokens": record.prompt_token_count})
+        yield CallStage(
+            "tokenize", 0.0, record.tokenize_s, {"icehouse.prompt.tokens": record.prompt_token_count}
+        )
     started = record.started
     if started is None:
         return
-    yield Stage("queue", min(record.tokenize_s, started.queue_s), started.queue_s)
+    yield CallStage("queue", min(record.tokenize_s, started.queue_s), started.queue_s)
     # Only the end shows for certain what a restore achieved.
     cache = record.usage.cache if record.usage is not None else started.cache
     restored_s = started.queue_s + cache.restore_s
     if cache.restore_s > 0:
-        yield Stage(
+        yield CallStage(
             "restore",
             started.queue_s,
             restored_s,
@@ -208,9 +210,9 @@ def stages_of(record: CallRecord) -> Iterator[Stage]:
     if usage is None:
         return
     computed_count = usage.prompt_token_count - usage.cache.cached_token_count
-    yield Stage("prefill", restored_s, restored_s + usage.prefill_s, {"icehouse.tokens": computed_count})
+    yield CallStage("prefill", restored_s, restored_s + usage.prefill_s, {"icehouse.tokens": computed_count})
     if usage.output_token_count:
-        yield Stage(
+        yield CallStage(
             "decode",
             usage.ttft_s,
             usage.ttft_s + usage.decode_s,

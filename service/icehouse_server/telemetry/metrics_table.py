@@ -18,7 +18,7 @@ from icehouse_server.domain.stats import (
     RankStats,
     RankTierStats,
     ReplyStats,
-    Snapshot,
+    StatsSnapshot,
     TenantUse,
 )
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
@@ -34,11 +34,11 @@ _Read = Callable[[_Part], Reading]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Observed:
+class ObservedMetric:
     """One row of the table. `read` yields values with their labels, none if the snapshot has no such data."""
 
     metric: Metric
-    read: Callable[[Snapshot], Iterable[tuple[Labels, float]]]
+    read: Callable[[StatsSnapshot], Iterable[tuple[Labels, float]]]
     is_of_model: bool = True
     """Whether each loaded model has its own values, if there may be several."""
 
@@ -47,20 +47,24 @@ class Observed:
 class _Rows(Generic[_Part]):
     """Makes rows that read a part of the snapshot. There may be several parts, distinguished by `labels`."""
 
-    parts: Callable[[Snapshot], Mapping[Labels, _Part]]
+    parts: Callable[[StatsSnapshot], Mapping[Labels, _Part]]
     labels: Labels = ()
     is_of_model: bool = True
 
-    def counter(self, name: str, unit: str, read: _Read[_Part], description: str, *labels: str) -> Observed:
+    def counter(
+        self, name: str, unit: str, read: _Read[_Part], description: str, *labels: str
+    ) -> ObservedMetric:
         return self._row(Metric(name, MetricKind.COUNTER, unit, description, (*self.labels, *labels)), read)
 
-    def gauge(self, name: str, unit: str, read: _Read[_Part], description: str, *labels: str) -> Observed:
+    def gauge(
+        self, name: str, unit: str, read: _Read[_Part], description: str, *labels: str
+    ) -> ObservedMetric:
         return self._row(Metric(name, MetricKind.GAUGE, unit, description, (*self.labels, *labels)), read)
 
-    def _row(self, metric: Metric, read: _Read[_Part]) -> Observed:
-        return Observed(metric, lambda s: self._values(s, read), self.is_of_model)
+    def _row(self, metric: Metric, read: _Read[_Part]) -> ObservedMetric:
+        return ObservedMetric(metric, lambda s: self._values(s, read), self.is_of_model)
 
-    def _values(self, s: Snapshot, read: _Read[_Part]) -> Iterator[tuple[Labels, float]]:
+    def _values(self, s: StatsSnapshot, read: _Read[_Part]) -> Iterator[tuple[Labels, float]]:
         for of_part, part in self.parts(s).items():
             reading = read(part)
             if isinstance(reading, Mapping):
@@ -74,16 +78,16 @@ def _known(part: _Part | None) -> Mapping[Labels, _Part]:
     return {} if part is None else {(): part}
 
 
-def _tiers(s: Snapshot) -> Mapping[Labels, TierStats]:
+def _tiers(s: StatsSnapshot) -> Mapping[Labels, TierStats]:
     tiers = {} if s.cache is None else {("ram",): s.cache.ram, ("ssd",): s.cache.ssd}
     return {label: tier for label, tier in tiers.items() if tier is not None}
 
 
-def _ranks(s: Snapshot) -> Mapping[Labels, RankStats]:
+def _ranks(s: StatsSnapshot) -> Mapping[Labels, RankStats]:
     return {} if s.group is None else {(str(rank.rank),): rank for rank in s.group.ranks}
 
 
-def _stored(s: Snapshot) -> Reading:
+def _stored(s: StatsSnapshot) -> Reading:
     # The cache may remember other tenants; those without an account are left out, to keep the bound.
     known = {use.tenant for use in s.tenants}
     shares = [share for share in (s.cache.tenants if s.cache else ()) if share.tenant in known]
@@ -94,13 +98,13 @@ def _stored(s: Snapshot) -> Reading:
     }
 
 
-def _model(s: Snapshot) -> Reading:
+def _model(s: StatsSnapshot) -> Reading:
     m = s.model
     facts = m and (m.model_id, m.architecture, m.dtype, m.device, m.fingerprint_hex[:16])
     return {facts: 1.0} if facts else {}
 
 
-_server: _Rows[Snapshot] = _Rows(lambda s: {(): s})
+_server: _Rows[StatsSnapshot] = _Rows(lambda s: {(): s})
 _engine: _Rows[EngineStats] = _Rows(lambda s: _known(s.engine))
 _cache: _Rows[CacheStats] = _Rows(lambda s: _known(s.cache))
 _spill: _Rows[SpillStats] = _Rows(lambda s: _known(s.cache.spill if s.cache else None))
@@ -122,7 +126,7 @@ _replies: _Rows[ReplyStats] = _Rows(lambda s: {(): s.replies}, is_of_model=False
 
 # fmt: off
 # Each row has name, unit and reading, and below them what it means.
-OBSERVED_METRICS: tuple[Observed, ...] = (
+OBSERVED_METRICS: tuple[ObservedMetric, ...] = (
     _server.gauge("icehouse.engine.state", "{state}",
         lambda s: {state.name.lower(): float(s.state is state) for state in EngineState},
         "1 for the state the engine is in.", "icehouse.state"),

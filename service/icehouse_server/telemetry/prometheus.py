@@ -30,11 +30,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from icehouse_server.domain.stats import Snapshot
+from icehouse_server.domain.stats import StatsSnapshot
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
 from icehouse_server.telemetry.metric import HistogramSeries, Metric, MetricKind
-from icehouse_server.telemetry.metrics_table import OBSERVED_METRICS, Observed
+from icehouse_server.telemetry.metrics_table import OBSERVED_METRICS, ObservedMetric
 
 
 class PrometheusMeter:
@@ -78,7 +78,7 @@ class SnapshotCollector(Collector):
     """Turns the latest snapshot into metrics at every scrape, with one more label if there may be several
     models."""
 
-    def __init__(self, latest: Callable[[], Snapshot]) -> None:
+    def __init__(self, latest: Callable[[], StatsSnapshot]) -> None:
         self._latest = latest
 
     def describe(self) -> Iterator[Family]:
@@ -102,7 +102,7 @@ class SnapshotCollector(Collector):
 
 def serve_metrics(
     meter: PrometheusMeter,
-    latest: Callable[[], Snapshot],
+    latest: Callable[[], StatsSnapshot],
     *,
     host: str,
     port: int,
@@ -136,7 +136,7 @@ MODEL_LABEL = "icehouse_model"
 """The label of one model's metrics, on a server that may have several."""
 
 
-def _family(row: Observed, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
+def _family(row: ObservedMetric, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
     metric = row.metric
     make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     return make(metric.prometheus_name, metric.description, labels=(*labels, *metric.prometheus_labels))

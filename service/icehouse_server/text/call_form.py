@@ -17,7 +17,7 @@ import json
 from icehouse_server.domain.chat import Conversation, Tool, ToolCall, ToolMode
 from icehouse_server.domain.response_format import JsonTag, TaggedJson
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.text.replies.recognition import ReadBack, read_back
+from icehouse_server.text.replies.recognition import ReadBackScore, read_back
 from icehouse_server.text.replies.reply_format import ReplyFormat
 
 NAME = "qzcalledqz"
@@ -98,7 +98,7 @@ def _split(shown: str, format: ReplyFormat) -> tuple[str, str]:
 def _reads(example: str, format: ReplyFormat) -> bool:
     """Whether the model's reader finds exactly the example's call, without repairs."""
     call = ToolCall("", NAME, _EXAMPLE_ARGUMENTS)
-    return read_back(format, example, tools=[Tool(NAME, "", {})], calls=[call]) is ReadBack.ALL
+    return read_back(format, example, tools=[Tool(NAME, "", {})], calls=[call]) is ReadBackScore.ALL
 
 
 def _check_free(conversation: Conversation) -> None:

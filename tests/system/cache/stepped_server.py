@@ -25,7 +25,15 @@ from icehouse_server.domain.ids import (
 )
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
+from icehouse_server.engine.core.mailbox import (
+    Cancel,
+    Command,
+    DrainEngine,
+    Mailbox,
+    Message,
+    QueryStats,
+    Submit,
+)
 from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.engine_loop import EngineLoop
@@ -187,7 +195,7 @@ class SteppedServer:
 
     def stop(self) -> None:
         """Drain, flush RAM to SSD and close the directory."""
-        self.mailbox.post(Drain(self.clock.now))
+        self.mailbox.post(DrainEngine(self.clock.now))
         self.holds_storage = False
         self.step_until_idle()
         for _ in self.loop.flush(deadline_time=self.clock.now + 60):

@@ -10,9 +10,9 @@ import pytest
 from icehouse_server.domain.blocks import RegionKind, TokenKeys
 from icehouse_server.domain.cache_commands import (
     AdoptBlock,
-    Adoption,
     AdoptionRefusal,
     BeginImport,
+    BlockAdoption,
     BlockContent,
     ExportBlocks,
     ImportTerms,
@@ -69,9 +69,9 @@ def filled(directory: Path, **how: object) -> list[AdoptBlock]:
         return read_all(served)
 
 
-def adopt(served: SteppedServer, order: AdoptBlock) -> Adoption:
+def adopt(served: SteppedServer, order: AdoptBlock) -> BlockAdoption:
     answer = served.order(order)
-    assert isinstance(answer, Adoption), answer
+    assert isinstance(answer, BlockAdoption), answer
     served.check()
     return answer
 
@@ -269,6 +269,6 @@ def test_a_tier_that_dies_meanwhile_answers_with_a_refusal(tmp_path: Path) -> No
         served.is_storage_alive = False
         served.mailbox.post(StorageFailed("a test"))
         served.step_until_idle()
-        assert isinstance(adopting[0], Adoption) and adopting[0].refusal is AdoptionRefusal.SSD_FULL
+        assert isinstance(adopting[0], BlockAdoption) and adopting[0].refusal is AdoptionRefusal.SSD_FULL
         assert isinstance(reading[0], Overloaded)
         served.check()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.domain.cache_commands import Explain, Explanation
-from icehouse_server.domain.events import Divergence
+from icehouse_server.domain.events import PromptDivergence
 from icehouse_server.domain.ids import CacheScope
 
 from tests.system.cache.stepped_server import BLOCK, HYBRID, KV, WINDOWS, SteppedServer, prompt
@@ -15,10 +15,10 @@ from tests.system.cache.test_tenant_quotas import A, B
 ASKED = prompt(20 * BLOCK)
 PLACE = 15 * BLOCK + 1
 OTHER = [*ASKED[:PLACE], ASKED[PLACE] % 7 + 1, *ASKED[PLACE + 1 :]]
-PARTED = Divergence(PLACE, prompt_token_id=OTHER[PLACE], cached_token_id=ASKED[PLACE])
+PARTED = PromptDivergence(PLACE, prompt_token_id=OTHER[PLACE], cached_token_id=ASKED[PLACE])
 
 
-def explained(served: SteppedServer, tokens: list[int]) -> Divergence | None:
+def explained(served: SteppedServer, tokens: list[int]) -> PromptDivergence | None:
     answer = served.order(Explain(tuple(tokens), CacheScope(A)))
     assert isinstance(answer, Explanation)
     return answer.cache.divergence

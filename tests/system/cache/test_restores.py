@@ -8,7 +8,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.domain.cache_commands import (
     Explain,
     Explanation,
@@ -533,7 +533,7 @@ def test_blocks_in_ram_make_way_where_no_pages_are_free_to_read_into(tmp_path: P
 
 
 def replaced(*_args, **_kwargs):
-    raise BlockFileError(Damage.MISSING, "it was replaced meanwhile")
+    raise BlockFileError(BlockDamage.MISSING, "it was replaced meanwhile")
 
 
 def test_a_block_that_was_forgotten_and_is_still_stored_is_known_again_when_it_leaves_ram(

@@ -14,7 +14,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import HostBlock, HostTensor
-from icehouse_server.storage.api import Evicted, Inventory, Loaded, Outcome, Persisted, Ticket
+from icehouse_server.storage.api import (
+    BlockPersisted,
+    BlocksEvicted,
+    BlocksLoaded,
+    Inventory,
+    Outcome,
+    Ticket,
+)
 from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.models import tiny_model_dir
@@ -90,7 +97,7 @@ def test_nothing_that_crosses_holds_an_array(tmp_path: Path, monkeypatch: pytest
     crossed: list[object] = []
     put, take = LocalTier.put, CacheServer._take
 
-    def noted_put(self: LocalTier, block: HostBlock, **told: Any) -> Ticket[Persisted]:
+    def noted_put(self: LocalTier, block: HostBlock, **told: Any) -> Ticket[BlockPersisted]:
         crossed.append(block)
         return put(self, block, **told)
 
@@ -104,7 +111,7 @@ def test_nothing_that_crosses_holds_an_array(tmp_path: Path, monkeypatch: pytest
     for turn in range(2):
         with CacheServer(folder, tmp_path / "blocks") as served:
             served.ask(f"turn {turn}", prompt(4 * BLOCK + 3))
-    assert {HostBlock, Loaded, Persisted, Inventory} <= {type(item) for item in crossed}
+    assert {HostBlock, BlocksLoaded, BlockPersisted, Inventory} <= {type(item) for item in crossed}
     assert not any(isinstance(leaf, mx.array) for item in crossed for leaf in _leaves(item))
 
 
@@ -129,5 +136,5 @@ def _leaves(found: object) -> Iterator[object]:
 
 
 def test_the_search_finds_an_array_in_a_message() -> None:
-    hidden = Evicted(({"a": [mx.zeros((1,))]},))
+    hidden = BlocksEvicted(({"a": [mx.zeros((1,))]},))
     assert any(isinstance(leaf, mx.array) for leaf in _leaves(hidden))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from tests.fixtures.chat.chain_model import chain_model_dir
@@ -87,7 +87,7 @@ def live_servers() -> Iterator[Servers]:
         token = new_token()
         tokens = folder / "tokens"
         tokens.touch(mode=0o600)
-        tokens.write_text(line_of(token, tenant=TENANT, role=Role.TENANT, expire_date=None) + "\n")
+        tokens.write_text(line_of(token, tenant=TENANT, role=CallerRole.TENANT, expire_date=None) + "\n")
         model = tiny_model_dir(folder, "llama")
         script = (*TOOL_CALL, *INFILL)
         chat_model = chain_model_dir(folder / "chat", REMEMBERING, script, first="Ċ")

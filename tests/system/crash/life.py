@@ -22,11 +22,11 @@ from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import find_key
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.offline import OfflineStore
-from icehouse_server.storage.local.directory.reconcile import Finding
+from icehouse_server.storage.local.directory.reconcile import ReconcileFinding
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.store_paths import StorePaths
 
-GARBAGE = frozenset({Finding.PARTIAL, Finding.ADOPTABLE})
+GARBAGE = frozenset({ReconcileFinding.PARTIAL, ReconcileFinding.ADOPTABLE})
 """What a crash may leave: a file that was not committed, or one whose row was deleted first."""
 MASTER_KEYS = (bytes(32), bytes([1]) * 32)
 
@@ -123,7 +123,7 @@ class CacheLife:
         self.ledger.unlink(missing_ok=True)
         self._known = set()
 
-    def check(self, *, allowed: frozenset[Finding] = GARBAGE) -> None:
+    def check(self, *, allowed: frozenset[ReconcileFinding] = GARBAGE) -> None:
         """Prove that nothing committed is lost, that every row has its file, and that each file is right."""
         store = self.offline()
         records = {record.hash.hex(): record for record in store.rows().records}
@@ -132,7 +132,7 @@ class CacheLife:
         found, _ = store.check(progress=lambda count: None)
         assert [item for item in found if item.finding not in allowed] == []
         damaged = [verdict for verdict in store.verify(tuple(records.values())) if verdict.damage]
-        assert damaged == [] or Finding.MISSING in allowed, damaged
+        assert damaged == [] or ReconcileFinding.MISSING in allowed, damaged
         assert list(self.directory.glob("quarantine/*")) == [], "a crash was taken for damage"
         self.counts["blocks verified"] += len(records)
         self.counts["directories checked"] += 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from icehouse_server.domain.blocks import HostBlock, RegionKind, pack_tokens
-from icehouse_server.storage.api import Loaded
+from icehouse_server.storage.api import BlocksLoaded
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import find_key, open_key, rewrap
 from icehouse_server.storage.local.directory.manifest import Manifest
@@ -144,7 +144,7 @@ def _load(served: StorageThread, block: HostBlock) -> None:
     """Load a block and compare each byte with what was spilled."""
     served.take()
     served.storage.get_into(*plan([block]))
-    found = next(o for o in served.take() if isinstance(o, Loaded))
+    found = next(o for o in served.take() if isinstance(o, BlocksLoaded))
     assert_holds(found, [block])
 
 

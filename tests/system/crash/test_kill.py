@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from icehouse_server.storage.local.directory.reconcile import Finding
+from icehouse_server.storage.local.directory.reconcile import ReconcileFinding
 
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import CacheServer
@@ -102,7 +102,7 @@ class Rounds:
         life.forget()
         if life.key_file is None or life.opening_keys():
             # Rows go behind their files, here only: the next start deletes them.
-            life.check(allowed=GARBAGE | {Finding.MISSING})
+            life.check(allowed=GARBAGE | {ReconcileFinding.MISSING})
 
     def kill_key_change(self) -> None:
         """`icehouse key change` on what servers left: the old key opens the directory, or the new one."""

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from icehouse_server.config import SETTINGS
 from icehouse_server.errors import Reason
-from icehouse_server.telemetry.call_metrics import Reuse
+from icehouse_server.telemetry.call_metrics import PromptReuse
 from icehouse_server.telemetry.metric import Metric, MetricKind
 from icehouse_server.telemetry.metrics_table import METRICS, OBSERVED_METRICS
 
@@ -57,7 +57,7 @@ def label_values() -> dict[tuple[str, str], set[str]]:
 
 
 VALUES = label_values()
-VALUES["icehouse_request_first_token_duration_seconds_bucket", "icehouse_reuse"] = set(Reuse)
+VALUES["icehouse_request_first_token_duration_seconds_bucket", "icehouse_reuse"] = set(PromptReuse)
 
 
 def panel_queries() -> Iterator[tuple[str, str]]:

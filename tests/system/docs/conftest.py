@@ -12,7 +12,7 @@ import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from tests.fixtures.chat.chain_model import chain_model_dir
@@ -64,7 +64,7 @@ def places(
     certificate, key = authority.write_server(folder)
     tokens = folder / "tokens"
     tokens.touch(mode=0o600)
-    tokens.write_text(line_of(token, tenant="search", role=Role.TENANT, expire_date=None) + "\n")
+    tokens.write_text(line_of(token, tenant="search", role=CallerRole.TENANT, expire_date=None) + "\n")
     tls = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--token-file", str(tokens))
 
     with contextlib.ExitStack() as stack:

@@ -19,7 +19,7 @@ from icehouse_http.sampling import _SESSION_HEADERS
 from icehouse_http.upstream import _AGENT_HEADERS, _PARENT_HEADERS
 from icehouse_server.config import ServerConfig
 from icehouse_server.engine.prefix_cache import sessions
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from clients.http.tests.fronts import HttpFront, front_of
@@ -72,7 +72,7 @@ class House:
 @pytest.fixture
 async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
     monkeypatch.setattr(sessions, "SESSION_LIMIT", _SESSION_LIMIT)
-    roles = {"good": Role.TENANT, "hostile": Role.TENANT, "operator": Role.OPERATOR}
+    roles = {"good": CallerRole.TENANT, "hostile": CallerRole.TENANT, "operator": CallerRole.OPERATOR}
     tokens = {name: new_token() for name in roles}
     file = tmp_path / "tokens"
     lines = [line_of(tokens[name], tenant=name, role=roles[name], expire_date=None) for name in roles]

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from bench.server_process import free_port
@@ -101,7 +101,10 @@ def _started(folder: Path, model: Path, more_options: tuple[str, ...]) -> Iterat
     token_file, log = folder / "tokens", folder / "log"
     lines = [
         line_of(
-            token, tenant=name, role=Role.OPERATOR if name == "operator" else Role.TENANT, expire_date=None
+            token,
+            tenant=name,
+            role=CallerRole.OPERATOR if name == "operator" else CallerRole.TENANT,
+            expire_date=None,
         )
         for name, token in tokens.items()
     ]

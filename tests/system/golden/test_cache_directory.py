@@ -21,7 +21,7 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore
-from icehouse_server.storage.local.directory.reconcile import Finding
+from icehouse_server.storage.local.directory.reconcile import ReconcileFinding
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.whole_server import whole_server
@@ -66,7 +66,7 @@ def test_every_row_has_its_file_and_every_block_is_whole(directory: Path) -> Non
     assert rows.edited == ()
     found, file_count = store.check(progress=lambda count: None)
     # A copied file has another inode; so its header is read, and it says what the row says.
-    assert ({item.finding for item in found}, file_count) == ({Finding.RESTAMPED}, len(rows.records))
+    assert ({item.finding for item in found}, file_count) == ({ReconcileFinding.RESTAMPED}, len(rows.records))
     assert [(v.damage, v.detail) for v in store.verify(rows.records) if v.damage is not None] == []
 
 

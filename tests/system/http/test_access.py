@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from tests.fixtures.models import tiny_model_dir
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokens(tmp_path: Path) -> tuple[str, str]:
     """Options for a file of tokens."""
     file = tmp_path / "tokens"
-    file.write_text(line_of(TOKEN, tenant="search", role=Role.TENANT, expire_date=None))
+    file.write_text(line_of(TOKEN, tenant="search", role=CallerRole.TENANT, expire_date=None))
     file.chmod(0o600)
     return "--token-file", str(file)
 

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from bench.hostile import ATTACKS, Hostile
@@ -41,7 +41,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def token_file(folder: Path, tokens: dict[str, str]) -> Path:
     file = folder / "tokens"
     lines = [
-        line_of(token, tenant=tenant, role=Role.TENANT, expire_date=None) for tenant, token in tokens.items()
+        line_of(token, tenant=tenant, role=CallerRole.TENANT, expire_date=None)
+        for tenant, token in tokens.items()
     ]
     file.write_text("".join(f"{line}\n" for line in lines))
     file.chmod(0o600)

@@ -6,19 +6,19 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from icehouse_server.domain.blocks import BlockHeader, Damage, RegionKind, TokenKeys
+from icehouse_server.domain.blocks import BlockDamage, BlockHeader, RegionKind, TokenKeys
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
 from icehouse_server.domain.ids import BlockHash, CacheScope
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
 from icehouse_server.storage.api import (
-    Evicted,
-    Failure,
+    BlockPersisted,
+    BlocksEvicted,
+    BlocksLoaded,
     Inventory,
-    Loaded,
     Outcome,
-    Persisted,
+    StorageFailure,
     Ticket,
     Verified,
 )
@@ -130,7 +130,7 @@ class Ledger:
         """Check an outcome of the SSD tier against the ledger."""
         outcome = message.outcome if isinstance(message, Ticket) else message
         self.seen[type(outcome).__name__] += 1
-        if isinstance(outcome, Persisted):
+        if isinstance(outcome, BlockPersisted):
             self.committed[outcome.record.hash] = _kinds(outcome.record)
             file = _file_of(served, outcome.record.hash)
             self.seen["blocks in planes"] += b"stored_bytes" in file
@@ -138,15 +138,15 @@ class Ledger:
             if self._rotten.pop(outcome.record.hash, None) != file:
                 self.damaged.discard(outcome.record.hash)
             self._check_size(served)
-        elif isinstance(outcome, Evicted):
+        elif isinstance(outcome, BlocksEvicted):
             for block in outcome.hashes:
                 self.committed.pop(block, None)
             self.removed.update(outcome.hashes)
         elif isinstance(outcome, CacheStats):
             self.last_stats = outcome
-        elif isinstance(outcome, Failure) and isinstance(outcome.cause, Damage):
+        elif isinstance(outcome, StorageFailure) and isinstance(outcome.cause, BlockDamage):
             self._check_failure(outcome, served)
-        elif isinstance(outcome, Loaded) and outcome.failure is not None:
+        elif isinstance(outcome, BlocksLoaded) and outcome.failure is not None:
             self._check_failure(outcome.failure, served)
         elif isinstance(outcome, Verified):
             # Reported at the end of a long task: damaged blocks may have been rewritten since.
@@ -167,13 +167,13 @@ class Ledger:
             )
         self._manifest_bytes = manifest_bytes
 
-    def _check_failure(self, failure: Failure, served: SimServer) -> None:
+    def _check_failure(self, failure: StorageFailure, served: SimServer) -> None:
         """Assert that a block reported as damaged was damaged."""
         self.seen[f"failure {failure.cause}"] += 1
         assert failure.hash is not None
         if failure.hash in self.damaged | self._mended or self.io_errors(served):
             return
-        may_miss = failure.cause is Damage.MISSING and failure.hash in self.removed
+        may_miss = failure.cause is BlockDamage.MISSING and failure.hash in self.removed
         assert may_miss, f"a sound block was called damaged: {failure}"
 
     def _check_opened(self, served: SimServer) -> None:

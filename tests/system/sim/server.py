@@ -12,7 +12,7 @@ from typing import Any
 
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-from icehouse_server.engine.core.mailbox import Drain, Mailbox, Message
+from icehouse_server.engine.core.mailbox import DrainEngine, Mailbox, Message
 from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
@@ -22,7 +22,7 @@ from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
-from icehouse_server.storage.api import Evicted, Names, Outcome, StorageClosed, StorageFailed
+from icehouse_server.storage.api import BlocksEvicted, Names, Outcome, StorageClosed, StorageFailed
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.shared.object_store import SharedSettings
 from icehouse_server.storage.shared.shared_tier import SharedTier
@@ -248,7 +248,7 @@ class SimServer:
 
     def stop(self, *, grace_s: float, flush_s: float) -> None:
         """Stop cleanly: drain, flush, close. Raises what the storage thread raises, a crash included."""
-        self.mailbox.post(Drain(self.clock.monotonic() + grace_s))
+        self.mailbox.post(DrainEngine(self.clock.monotonic() + grace_s))
         for _ in range(_REST_STEP_LIMIT):
             if self.loop.is_done:
                 break
@@ -301,7 +301,7 @@ class SimServer:
             gone = take()
             for name, hashes in gone.items():
                 if name != fingerprint(self.life.model):
-                    self.ledger.note_outcome(Evicted(tuple(hashes)), self)
+                    self.ledger.note_outcome(BlocksEvicted(tuple(hashes)), self)
             return gone
 
         return take_gone

@@ -27,7 +27,7 @@ from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.rpc.services import cache_transfer
 from icehouse_server.storage import archive
-from icehouse_server.storage.api import Loaded
+from icehouse_server.storage.api import BlocksLoaded
 from icehouse_server.storage.files import Files, opened
 from icehouse_server.storage.local import spiller, storage_state
 from icehouse_server.storage.local.block_format import (
@@ -168,7 +168,7 @@ def trust_every_region(patch: pytest.MonkeyPatch) -> None:
         try:
             real(*region, **how)
         except header.BlockFileError as error:
-            if error.damage is not blocks.Damage.CHECKSUM:
+            if error.damage is not blocks.BlockDamage.CHECKSUM:
                 raise
 
     patch.setattr(block_file, "_read_verified", read_verified)
@@ -349,7 +349,7 @@ def let_failed_loads_wait(patch: pytest.MonkeyPatch) -> None:
     real = controller.CacheController._loaded
 
     def loaded(self, restore, outcome):
-        if isinstance(outcome, Loaded) and outcome.failure is None:
+        if isinstance(outcome, BlocksLoaded) and outcome.failure is None:
             real(self, restore, outcome)
 
     patch.setattr(controller.CacheController, "_loaded", loaded)
@@ -386,7 +386,7 @@ def lose_the_place_of_a_cancelled_prompt(patch: pytest.MonkeyPatch) -> None:
 
 
 def hit_the_last_token(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(matching.Prompt, "limit", property(lambda prompt: len(prompt.keys)))
+    patch.setattr(matching.LookupPrompt, "limit", property(lambda prompt: len(prompt.keys)))
 
 
 def log_no_removal(patch: pytest.MonkeyPatch) -> None:

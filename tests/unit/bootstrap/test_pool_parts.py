@@ -11,7 +11,7 @@ import pytest
 from icehouse_server.bootstrap.composition import CPU_DEFAULTS
 from icehouse_server.bootstrap.model_source import locate_model, served_name
 from icehouse_server.bootstrap.pool_parts import build_pool, check_names
-from icehouse_server.bootstrap.room import Room, held_bytes
+from icehouse_server.bootstrap.room import MachineResources, held_bytes
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import ModelConfig
 from icehouse_server.config.sections import PooledModelConfig
@@ -152,7 +152,7 @@ def test_files_that_say_nothing_of_their_weights_count_as_they_are(tmp_path: Pat
 def test_a_model_that_only_its_files_let_fit_is_refused_at_the_start(tmp_path: Path) -> None:
     folder = tiny_model_dir(tmp_path, "llama", "bfloat16")
     config = ModelConfig(model=str(folder))
-    room = Room(memory_limit_bytes=held_bytes(folder, dtype="float32") - 1)
+    room = MachineResources(memory_limit_bytes=held_bytes(folder, dtype="float32") - 1)
     locate_model(config, on_progress=lambda *_: None, on_size=room.check)
     with pytest.raises(StartError, match="in memory"):
         locate_model(config, on_progress=lambda *_: None, on_size=room.check, dtype="float32")

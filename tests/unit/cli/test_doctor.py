@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.bootstrap.group.leading import known_facts
 from icehouse_server.cli import doctor
-from icehouse_server.cli.doctor import Answer, CheckVerdict
+from icehouse_server.cli.doctor import CheckResult, CheckVerdict
 from icehouse_server.config import (
     CacheConfig,
     Config,
@@ -360,10 +360,15 @@ def test_without_an_ssd_tier_there_is_no_directory_to_tell_of(tmp_path: Path) ->
 def test_one_failure_makes_the_whole_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = {"a": Answer(CheckVerdict.OK, "fine"), "b": Answer(CheckVerdict.WARN, "hm [x]", "do this")}
+    answers = {
+        "a": CheckResult(CheckVerdict.OK, "fine"),
+        "b": CheckResult(CheckVerdict.WARN, "hm [x]", "do this"),
+    }
     monkeypatch.setattr(doctor, "CHECKS", {n: lambda config, a=a: a for n, a in answers.items()})
     assert doctor.doctor(Config())
     shown = capsys.readouterr().out
     assert "hm [x]" in shown and "do this" in shown
-    monkeypatch.setattr(doctor, "CHECKS", {"c": lambda config: Answer(CheckVerdict.FAIL, "bad", "mend it")})
+    monkeypatch.setattr(
+        doctor, "CHECKS", {"c": lambda config: CheckResult(CheckVerdict.FAIL, "bad", "mend it")}
+    )
     assert not doctor.doctor(Config())

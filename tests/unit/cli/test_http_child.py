@@ -14,7 +14,7 @@ from icehouse_http.serving.certificate import TlsFiles
 from icehouse_http.serving.server import Listening
 from icehouse_http.settings import Settings
 from icehouse_server.cli import http_child
-from icehouse_server.cli.http_child import LAST_WORDS_S, Delays, HttpChild
+from icehouse_server.cli.http_child import LAST_WORDS_S, HttpChild, RestartDelays
 from icehouse_server.config import Config, load_config
 
 from tests.fixtures.patience import BOUND_S
@@ -87,7 +87,7 @@ def test_only_callers_of_other_machines_speak_tls(tmp_path: Path) -> None:
 
 
 def test_delays_double_up_to_a_bound_and_begin_anew_after_a_long_life() -> None:
-    delays = Delays()
+    delays = RestartDelays()
     found = [delays.after(lived_s=1.0) for _ in range(12)]
     assert found[:4] == [0.1, 0.2, 0.4, 0.8] and found[-2:] == [30.0, 30.0]
     assert delays.after(lived_s=60.0) == 0.1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.bootstrap import kept_models
-from icehouse_server.bootstrap.room import ModelSize, Room, check_disk
+from icehouse_server.bootstrap.room import MachineResources, ModelSize, check_disk
 from icehouse_server.demo.models import SMOLLM2
 from icehouse_server.errors import ModelError, StartError
 
@@ -115,7 +115,7 @@ def test_a_full_disk_and_a_small_memory_are_told_before_anything_is_fetched(tmp_
     large = ModelSize(weight_bytes=10, missing_bytes=2 * free_bytes, place=tmp_path / "not" / "yet")
     with pytest.raises(ModelError, match=r"org/tiny needs .* are free in .*icehouse rm"):
         check_disk(HUB_ID, large)
-    room = Room(memory_limit_bytes=20)
+    room = MachineResources(memory_limit_bytes=20)
     room.check(HUB_ID, ModelSize(weight_bytes=20, missing_bytes=0, place=tmp_path))
     with pytest.raises(StartError, match="serve a smaller model"):
         room.check("draft", ModelSize(weight_bytes=1, missing_bytes=0, place=tmp_path))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.cli.main import app
 from icehouse_server.errors import ConfigError
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import TokenFile
 from typer.testing import CliRunner
 
@@ -20,9 +20,11 @@ def made(*arguments: str) -> tuple[str, str]:
     return token, line
 
 
-@pytest.mark.parametrize(("arguments", "role"), [((), Role.TENANT), (("--operator",), Role.OPERATOR)])
+@pytest.mark.parametrize(
+    ("arguments", "role"), [((), CallerRole.TENANT), (("--operator",), CallerRole.OPERATOR)]
+)
 def test_the_printed_line_lets_the_printed_token_in(
-    tmp_path: Path, arguments: tuple[str, ...], role: Role
+    tmp_path: Path, arguments: tuple[str, ...], role: CallerRole
 ) -> None:
     token, line = made("--tenant", "team/search@corp", "--days", "30", *arguments)
     assert token not in line and "expires=" in line

@@ -11,7 +11,15 @@ from icehouse_server.domain.cache_commands import Explain
 from icehouse_server.domain.events import Delta, Failed, Finished, FinishReason, PrefillProgress, Started
 from icehouse_server.domain.ids import CacheScope, RequestId, Tenant
 from icehouse_server.domain.request import LogprobsWanted
-from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
+from icehouse_server.engine.core.mailbox import (
+    Cancel,
+    Command,
+    DrainEngine,
+    Mailbox,
+    Message,
+    QueryStats,
+    Submit,
+)
 from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.core.ports import Chunk, PassResult
 from icehouse_server.engine.core.refusals import cancelled_by_client
@@ -289,7 +297,7 @@ def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     served = SteppedLoop()
     served.submit("running", max_output_tokens=5)
     served.loop.step()
-    served.mailbox.post(Drain(deadline_time=2000.0))
+    served.mailbox.post(DrainEngine(deadline_time=2000.0))
     served.submit("late")
     served.run()
     assert isinstance(served.recorder.end_of("running"), Finished)
@@ -302,7 +310,7 @@ def test_drain_gives_up_at_its_own_deadline() -> None:
     served = SteppedLoop()
     served.submit("endless", max_output_tokens=50)
     served.loop.step()
-    served.mailbox.post(Drain(deadline_time=1010.0))
+    served.mailbox.post(DrainEngine(deadline_time=1010.0))
     served.loop.step()
     assert served.recorder.end_of("endless") is None
     served.clock.now = 1011.0
@@ -348,7 +356,7 @@ def test_what_callers_end_counts_as_cancelled_and_what_the_server_ends_as_failed
     served.clock.now = 1002.0
     served.loop.step()
     assert totals(served) == (1, 2, 0)
-    served.mailbox.post(Drain(deadline_time=1003.0))
+    served.mailbox.post(DrainEngine(deadline_time=1003.0))
     served.clock.now = 1004.0
     served.loop.step()
     assert totals(served) == (1, 2, 1)
@@ -644,7 +652,7 @@ def test_commands_that_wait_are_carried_out_before_an_orderly_end() -> None:
     stepped = SteppedLoop()
     answers: list[float] = []
     costly_commands(stepped, answers, cost_s=0.27)
-    stepped.mailbox.post(Drain(stepped.clock.now + 10))
+    stepped.mailbox.post(DrainEngine(stepped.clock.now + 10))
     while not stepped.loop.is_done:
         stepped.loop.step()
     assert len(answers) == 3

@@ -16,7 +16,7 @@ from icehouse_server.group.follower import Follower
 from icehouse_server.group.leader_runner import GroupCopy
 from icehouse_server.group.leader_tier import LeaderTier
 from icehouse_server.group.order_log import CopiedRegion, GroupRead, GroupTarget, OrderLog
-from icehouse_server.storage.api import AnyTicket, Evicted, Inventory, Outcome, PlannedBlock
+from icehouse_server.storage.api import AnyTicket, BlocksEvicted, Inventory, Outcome, PlannedBlock
 
 from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_chain
 from tests.fixtures.storage.loading import BlockBuffers
@@ -212,4 +212,4 @@ def names_of(outcomes: Sequence[Outcome]) -> list[set[bytes]]:
 
 def evicted(outcomes: Sequence[Outcome]) -> set[bytes]:
     """Return the names of blocks that left."""
-    return {name for each in outcomes if isinstance(each, Evicted) for name in each.hashes}
+    return {name for each in outcomes if isinstance(each, BlocksEvicted) for name in each.hashes}

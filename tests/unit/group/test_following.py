@@ -18,7 +18,7 @@ from icehouse_server.engine.runner.model_loader import ModelSource, load_tokeniz
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.errors import Unavailable
 from icehouse_server.group.leader_runner import LeaderRunner
-from icehouse_server.storage.api import Loaded, PlannedBlock
+from icehouse_server.storage.api import BlocksLoaded, PlannedBlock
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.storage.blocks import make_chain
@@ -131,7 +131,7 @@ def test_blocks_are_stored_read_and_restored_on_both(two: Two) -> None:
     assert place is not None
     ticket = two.leader.get_into(planned, place)
     assert ticket is not None
-    assert ticket in two.settle() and isinstance(ticket.outcome, Loaded)
+    assert ticket in two.settle() and isinstance(ticket.outcome, BlocksLoaded)
     placed = tuple(
         PlacedBlock(header.start_token_index, BLOCK, {RegionKind.KV: region})
         for header, region in zip(headers, blocks.end_load(place), strict=True)

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 from icehouse.group.v1 import group_service_pb2 as group
-from icehouse_server.domain.blocks import Damage, RegionKind
+from icehouse_server.domain.blocks import BlockDamage, RegionKind
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.group import leader_tier
 from icehouse_server.storage.api import (
     AnyTicket,
-    Evicted,
-    Failure,
+    BlockPersisted,
+    BlocksEvicted,
+    BlocksLoaded,
     Inventory,
-    Loaded,
-    Persisted,
     StorageFailed,
+    StorageFailure,
     Ticket,
 )
 
@@ -144,7 +144,7 @@ def test_a_read_ends_when_all_ranks_have_ended_it(ranks: Ranks, has_pages: bool,
     second()
     assert ranks.posted == [ticket]
     loaded = ticket.outcome
-    assert isinstance(loaded, Loaded) and loaded.failure is None
+    assert isinstance(loaded, BlocksLoaded) and loaded.failure is None
     assert_holds(loaded, chain)
 
 
@@ -161,12 +161,12 @@ def test_a_block_that_a_rank_lacks_ends_the_read_there_and_goes_everywhere(
         ranks.own.step()
     posted = ranks.settle()
     failure = failure_of(ticket)
-    assert (failure.cause, failure.hash) == (Damage.MISSING, name)
+    assert (failure.cause, failure.hash) == (BlockDamage.MISSING, name)
     if place:
-        assert isinstance(ticket.outcome, Loaded)
+        assert isinstance(ticket.outcome, BlocksLoaded)
         assert [block.header for block in ticket.outcome.blocks] == [b.header for b in chain[:place]]
     else:
-        assert isinstance(ticket.outcome, Failure), "nothing of the chain's beginning is there"
+        assert isinstance(ticket.outcome, StorageFailure), "nothing of the chain's beginning is there"
     assert name in evicted(posted)
     assert all(name not in names for names in kept(ranks))
 
@@ -188,7 +188,7 @@ def test_a_rank_without_pages_blames_no_block(ranks: Ranks) -> None:
     ticket = ranks.read(chain, has_pages=True)
     ranks.settle()
     failure = failure_of(ticket)
-    assert (failure.cause, failure.hash) == (Damage.MEMORY, None)
+    assert (failure.cause, failure.hash) == (BlockDamage.MEMORY, None)
     assert kept(ranks) == [{block.header.hash for block in chain}] * 2
 
 
@@ -199,7 +199,7 @@ def test_where_all_fail_rank_0_says_why(ranks: Ranks) -> None:
     ranks.one.tier.damage(name)
     ticket = ranks.read(chain)
     ranks.settle()
-    assert failure_of(ticket).cause is Damage.CHECKSUM
+    assert failure_of(ticket).cause is BlockDamage.CHECKSUM
     assert all(name not in names for names in kept(ranks))
 
 
@@ -208,13 +208,13 @@ def test_a_block_that_a_rank_could_not_store_goes_everywhere(ranks: Ranks) -> No
     ranks.store(0)
     posted = ranks.settle()
     name = chain_of(0, 3)[0].header.hash
-    assert any(isinstance(each, Ticket) and isinstance(each.outcome, Persisted) for each in posted)
+    assert any(isinstance(each, Ticket) and isinstance(each.outcome, BlockPersisted) for each in posted)
     assert name in evicted(posted) and kept(ranks) == [set(), set()]
 
 
 def test_a_block_that_a_full_rank_evicts_goes_everywhere(ranks: Ranks) -> None:
     name = ranks.stored()[2].header.hash
-    ranks.one.follower.take(Evicted((name,)))
+    ranks.one.follower.take(BlocksEvicted((name,)))
     ranks.one.deliver()
     assert name in evicted(ranks.settle())
     assert name not in ranks.own.kept
@@ -296,7 +296,7 @@ def test_a_read_is_as_fast_as_on_the_slowest_rank(
     ranks.own.read_bytes_per_s, ranks.one.tier.read_bytes_per_s = own, theirs
     ticket = ranks.read(ranks.stored())
     ranks.settle()
-    assert isinstance(ticket.outcome, Loaded) and ticket.outcome.read_bytes_per_s == known
+    assert isinstance(ticket.outcome, BlocksLoaded) and ticket.outcome.read_bytes_per_s == known
 
 
 def test_a_rank_that_lists_blocks_without_end_is_not_listened_to(
@@ -373,10 +373,10 @@ def test_a_block_that_is_damaged_on_a_follower_is_found_by_verifying(ranks: Rank
     assert kept(ranks) == [{names[0], names[2]}] * 2
 
 
-def failure_of(ticket: AnyTicket) -> Failure:
+def failure_of(ticket: AnyTicket) -> StorageFailure:
     outcome: Any = ticket.outcome
-    failure = outcome if isinstance(outcome, Failure) else outcome.failure
-    assert isinstance(failure, Failure)
+    failure = outcome if isinstance(outcome, StorageFailure) else outcome.failure
+    assert isinstance(failure, StorageFailure)
     return failure
 
 

@@ -7,7 +7,7 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.errors import StartError
 from icehouse_server.group import link_check
 from icehouse_server.group.channel import ChannelBroken
-from icehouse_server.group.link_check import Link, Round, skew_of
+from icehouse_server.group.link_check import ClockRound, RankLink, skew_of
 from icehouse_server.group.membership import Membership
 
 from tests.fixtures.rpc.authority import Authority, uri
@@ -16,7 +16,9 @@ from tests.system.mesh.envoy import free_ports
 from tests.unit.group.served import FACTS, Served, serving, tls_of
 
 
-def asked(served: Served, facts: dict[str, str] | None = None, *, rank: int = 1, tls: object = None) -> Link:
+def asked(
+    served: Served, facts: dict[str, str] | None = None, *, rank: int = 1, tls: object = None
+) -> RankLink:
     """Return what a machine finds that asks rank 0."""
     membership = Membership(rank, served.ring, served.control)
     known = FACTS if facts is None else facts
@@ -57,9 +59,9 @@ def test_a_clock_that_is_wrong_is_seen() -> None:
 
 
 def test_the_shortest_round_trip_says_best_how_far_clocks_are_apart() -> None:
-    rounds = [Round(10.0, 115.0, 14.0), Round(20.0, 121.0, 21.0), Round(30.0, 130.0, 32.0)]
+    rounds = [ClockRound(10.0, 115.0, 14.0), ClockRound(20.0, 121.0, 21.0), ClockRound(30.0, 130.0, 32.0)]
     assert skew_of(rounds) == (100.5, 1.0)
-    assert skew_of([Round(10.0, 9.5, 10.0)]) == (-0.5, 0.0)
+    assert skew_of([ClockRound(10.0, 9.5, 10.0)]) == (-0.5, 0.0)
 
 
 def test_one_that_is_no_rank_is_refused() -> None:

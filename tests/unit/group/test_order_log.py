@@ -7,7 +7,7 @@ import threading
 import pytest
 from icehouse.group.v1.group_service_pb2 import Begin, Chunk, Order, Run
 from icehouse_server.group import order_log
-from icehouse_server.group.order_log import Kept, OrderLog
+from icehouse_server.group.order_log import KeptOnRanks, OrderLog
 
 
 def taken(log: OrderLog, rank: int = 1) -> list[Order]:
@@ -40,7 +40,7 @@ def test_an_order_comes_in_its_place() -> None:
 
 def test_what_is_dropped_goes_before_the_next_order() -> None:
     log = OrderLog(2)
-    kept = [Kept(log) for _ in range(3)]
+    kept = [KeptOnRanks(log) for _ in range(3)]
     numbers = [each.number for each in kept]
     assert len(set(numbers)) == 3
     del kept[1:]
@@ -86,7 +86,7 @@ def test_many_threads_add_and_drop() -> None:
     def add(first: int) -> None:
         together.wait()
         for number in range(first, first + 2000):
-            Kept(log)
+            KeptOnRanks(log)
             log.add(Order(run=Run(number=number)))
 
     threads = [threading.Thread(target=add, args=(2000 * n,)) for n in range(4)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from icehouse_server.errors import CannotFit, Reason
-from icehouse_server.pool.places import ModelNeeds, ModelTerms, Place, yielding
+from icehouse_server.pool.places import LoadedPlace, ModelNeeds, ModelTerms, yielding
 
 
 def occupant(
     name: str, size_bytes: int, *, runs: int = 0, users: int = 0, used: float = 0.0, pinned: bool = False
-) -> Place:
+) -> LoadedPlace:
     terms, opened = ModelTerms(name, is_pinned=pinned), object()
-    return Place(terms, opened, ModelNeeds(size_bytes, runs), used, users)  # type: ignore[arg-type]
+    return LoadedPlace(terms, opened, ModelNeeds(size_bytes, runs), used, users)  # type: ignore[arg-type]
 
 
 IDLE_OLD = occupant("idle-old", 40, used=1.0)
@@ -44,13 +44,13 @@ LARGE = occupant("large", 100, used=5.0)
         (50, [LARGE, occupant("small", 1, used=0.1)], ["large"]),
     ],
 )
-def test_who_gives_way(size_bytes: int, occupants: list[Place], wanted: list[str]) -> None:
+def test_who_gives_way(size_bytes: int, occupants: list[LoadedPlace], wanted: list[str]) -> None:
     chosen = yielding("new", ModelNeeds(size_bytes), occupants, limit_bytes=100)
     assert [each.terms.name for each in chosen] == wanted
 
 
 @pytest.mark.parametrize(("size_bytes", "occupants"), [(101, []), (71, [PINNED]), (71, [PINNED, IDLE_OLD])])
-def test_what_cannot_fit_is_refused_with_the_numbers(size_bytes: int, occupants: list[Place]) -> None:
+def test_what_cannot_fit_is_refused_with_the_numbers(size_bytes: int, occupants: list[LoadedPlace]) -> None:
     with pytest.raises(CannotFit) as caught:
         yielding("new", ModelNeeds(size_bytes), occupants, limit_bytes=100)
     assert caught.value.reason is Reason.MEMORY_NEVER_FITS
@@ -71,7 +71,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers(size_bytes: int, occupants:
         (20, [occupant("runs", 20, runs=40, used=2.0), occupant("old", 20, used=1.0)], ["old"]),
     ],
 )
-def test_what_is_loaded_can_also_run(run_bytes: int, occupants: list[Place], wanted: list[str]) -> None:
+def test_what_is_loaded_can_also_run(run_bytes: int, occupants: list[LoadedPlace], wanted: list[str]) -> None:
     chosen = yielding("new", ModelNeeds(30, run_bytes), occupants, limit_bytes=100)
     assert [each.terms.name for each in chosen] == wanted
 
@@ -80,7 +80,9 @@ def test_what_is_loaded_can_also_run(run_bytes: int, occupants: list[Place], wan
     ("run_bytes", "occupants"),
     [(71, []), (41, [PINNED]), (0, [occupant("pinned", 30, runs=41, pinned=True)])],
 )
-def test_what_could_never_run_is_refused_before_it_is_loaded(run_bytes: int, occupants: list[Place]) -> None:
+def test_what_could_never_run_is_refused_before_it_is_loaded(
+    run_bytes: int, occupants: list[LoadedPlace]
+) -> None:
     with pytest.raises(CannotFit) as caught:
         yielding("new", ModelNeeds(30, run_bytes), occupants, limit_bytes=100)
     assert caught.value.metadata["run_bytes"] == ("71" if not occupants else "41")

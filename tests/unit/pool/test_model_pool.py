@@ -19,7 +19,7 @@ from icehouse_server.errors import (
 )
 from icehouse_server.pool import model_pool
 from icehouse_server.pool.places import LONGEST_STAY_S, ModelNeeds
-from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, CallerRole
 
 from tests.fixtures.patience import BOUND_S
 from tests.unit.pool.house import SIZE, A, B, C, FakeCall, House, house_of, settled
@@ -333,7 +333,7 @@ async def test_aliases_name_a_model_and_others_are_refused_with_the_names_there_
     mine = dataclasses.replace(B, aliases=("other",), tenants=frozenset((Tenant("t"),)))
     async with house_of(A, mine) as house:
         assert house.pool.find("other", UNPROVED).name == "b"
-        owner, stranger = (Caller(Tenant(name), Role.TENANT) for name in "tu")
+        owner, stranger = (Caller(Tenant(name), CallerRole.TENANT) for name in "tu")
         await house.use("b", FakeCall(owner))
         for name in ("b", "other", "none"):
             with pytest.raises(NotFound) as caught:

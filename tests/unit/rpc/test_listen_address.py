@@ -18,7 +18,7 @@ from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
 from icehouse_server.config import HttpConfig, SecurityConfig, ServerConfig
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 from icehouse_server.rpc.listen_address import bind, is_loopback, listen_for_http
 
@@ -186,7 +186,7 @@ async def test_a_public_address_may_be_insisted_on(caplog: pytest.LogCaptureFixt
 async def test_a_private_socket_needs_no_tls_but_every_token(tmp_path: Path) -> None:
     certificate, key = Authority().write_server(tmp_path)
     token, file, path = new_token(), tmp_path / "tokens", tmp_path / "s"
-    file.write_text(line_of(token, tenant="search", role=Role.TENANT, expire_date=None))
+    file.write_text(line_of(token, tenant="search", role=CallerRole.TENANT, expire_date=None))
     file.chmod(0o600)
     security = SecurityConfig(tls_certificate=str(certificate), tls_key=str(key), token_file=str(file))
     async with running(security=security, private_socket=path) as served:

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind
+from icehouse_server.domain.blocks import BlockDamage, HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
     AnyTicket,
+    BlockPersisted,
+    BlocksEvicted,
+    BlocksLoaded,
+    BlocksPurged,
     ColdTier,
-    Evicted,
-    Failure,
     Inventory,
     LayoutMismatch,
-    Loaded,
     Outcome,
-    Persisted,
-    Purged,
     StorageClosed,
+    StorageFailure,
     TensorShape,
     Ticket,
     Verified,
@@ -160,7 +160,7 @@ def test_a_tier_that_was_started_writes_what_was_put_before_it_ends(open_bench) 
     assert bench.tier.join(timeout_s=1.0)
     first, *rest, last = bench.posted
     assert isinstance(first, Inventory) and isinstance(last, StorageClosed) and last.was_clean
-    assert rest == [put] and isinstance(put.outcome, Persisted)
+    assert rest == [put] and isinstance(put.outcome, BlockPersisted)
 
 
 def test_the_first_that_is_posted_is_the_inventory(bench: Bench) -> None:
@@ -170,7 +170,7 @@ def test_the_first_that_is_posted_is_the_inventory(bench: Bench) -> None:
 def test_what_was_put_comes_back_and_its_record_says_what_it_is(bench: Bench) -> None:
     chain = make_chain(3, checkpoint=True)
     (first, *_) = bench.put(*chain, request_id=RequestId("r"))
-    assert isinstance(first, Persisted) and first.request_id == "r"
+    assert isinstance(first, BlockPersisted) and first.request_id == "r"
     header, record = chain[0].header, first.record
     assert (record.hash, record.parent) == (header.hash, header.parent)
     assert (record.start_token_index, record.token_count) == (0, BLOCK_TOKEN_LIMIT)
@@ -179,7 +179,7 @@ def test_what_was_put_comes_back_and_its_record_says_what_it_is(bench: Bench) ->
     assert sum(sizes) <= record.file_bytes <= sum(sizes) + OVERHEAD_BYTES
     assert (record.pin_end_time, record.hit_count) == (NOT_PINNED, 0)
     loaded = bench.ask(bench.tier.get_into(*plan(chain)))
-    assert isinstance(loaded, Loaded) and loaded.failure is None
+    assert isinstance(loaded, BlocksLoaded) and loaded.failure is None
     assert loaded.read_bytes == sum(block.size_bytes for block in chain)
     assert_holds(loaded, chain)
 
@@ -187,7 +187,7 @@ def test_what_was_put_comes_back_and_its_record_says_what_it_is(bench: Bench) ->
 def test_putting_again_is_done_and_nobodys(bench: Bench) -> None:
     block = make_block()
     first, again = bench.put(block, block, request_id=RequestId("r"))
-    assert isinstance(first, Persisted) and isinstance(again, Persisted)
+    assert isinstance(first, BlockPersisted) and isinstance(again, BlockPersisted)
     assert (first.request_id, again.request_id) == ("r", None) and first.record.hash == again.record.hash
 
 
@@ -197,7 +197,7 @@ def test_putting_again_with_more_regions_replaces_it_and_keeps_its_pin(bench: Be
     bench.put(poorer, pin_end_time=UNTIL_UNPINNED)
     (put,) = bench.put(block)
     assert (
-        isinstance(put, Persisted)
+        isinstance(put, BlockPersisted)
         and put.record.checkpoint_bytes
         and put.record.pin_end_time == UNTIL_UNPINNED
     )
@@ -206,7 +206,7 @@ def test_putting_again_with_more_regions_replaces_it_and_keeps_its_pin(bench: Be
 def test_a_pin_of_what_is_there_already_comes_with_the_put(bench: Bench) -> None:
     block = make_block()
     _, again = [*bench.put(block), *bench.put(block, pin_end_time=UNTIL_UNPINNED)]
-    assert isinstance(again, Persisted) and again.record.pin_end_time == UNTIL_UNPINNED
+    assert isinstance(again, BlockPersisted) and again.record.pin_end_time == UNTIL_UNPINNED
 
 
 def test_room_is_taken_by_what_waits_and_comes_back(open_bench) -> None:
@@ -217,8 +217,8 @@ def test_room_is_taken_by_what_waits_and_comes_back(open_bench) -> None:
     assert bench.tier.queue_space_bytes <= size_bytes
     second, third = bench.tier.put(block), bench.tier.put(block)
     bench.settle()
-    assert isinstance(first.outcome, Persisted) and isinstance(second.outcome, Persisted)
-    assert third.outcome == Failure(SpillDropCause.NO_CREDIT, hash=block.header.hash)
+    assert isinstance(first.outcome, BlockPersisted) and isinstance(second.outcome, BlockPersisted)
+    assert third.outcome == StorageFailure(SpillDropCause.NO_CREDIT, hash=block.header.hash)
     assert bench.tier.queue_space_bytes == 2 * size_bytes
 
 
@@ -273,7 +273,7 @@ def test_kv_is_read_into_memory_of_any_shape(bench: Bench) -> None:
     pages = Pages(page_tokens=4, token_count=3 * BLOCK_TOKEN_LIMIT)
     blocks, _ = plan(chain, regions=KV)
     loaded = bench.ask(bench.tier.get_into(blocks, pages))
-    assert isinstance(loaded, Loaded) and len(loaded.blocks) == 3
+    assert isinstance(loaded, BlocksLoaded) and len(loaded.blocks) == 3
     assert not any(block.regions for block in loaded.blocks), "it is there, and nowhere else"
     for index in range(3):
         sources = [block.regions[0].tensors[index] for block in chain]
@@ -294,8 +294,8 @@ def test_memory_of_another_layout_is_refused_and_the_first_blocks_are_there(benc
             return super().segments(tensors, **where)
 
     loaded = bench.ask(bench.tier.get_into(blocks, OfTwoHeads(blocks)))
-    assert isinstance(loaded, Loaded) and loaded.failure is not None
-    assert loaded.failure.cause is Damage.LAYOUT and len(loaded.blocks) == 1
+    assert isinstance(loaded, BlocksLoaded) and loaded.failure is not None
+    assert loaded.failure.cause is BlockDamage.LAYOUT and len(loaded.blocks) == 1
 
 
 def test_what_is_not_there_or_damaged_fails_and_is_gone(bench: Bench) -> None:
@@ -304,12 +304,12 @@ def test_what_is_not_there_or_damaged_fails_and_is_gone(bench: Bench) -> None:
     bench.damage(chain[2])
     ticket = bench.tier.get_into(*plan(chain))
     posted = bench.settle()
-    assert ticket is not None and isinstance(ticket.outcome, Loaded)
+    assert ticket is not None and isinstance(ticket.outcome, BlocksLoaded)
     assert ticket.outcome.failure is not None and ticket.outcome.failure.hash == chain[2].header.hash
-    assert ticket.outcome.failure.cause is Damage.CHECKSUM and len(ticket.outcome.blocks) == 2
-    assert Evicted(names_of(chain[2:])) in posted
+    assert ticket.outcome.failure.cause is BlockDamage.CHECKSUM and len(ticket.outcome.blocks) == 2
+    assert BlocksEvicted(names_of(chain[2:])) in posted
     missing = bench.ask(bench.tier.get_into(*plan(chain[2:])))
-    assert isinstance(missing, Failure) and missing.cause is Damage.MISSING
+    assert isinstance(missing, StorageFailure) and missing.cause is BlockDamage.MISSING
 
 
 def test_heads_are_those_that_are_sound(bench: Bench) -> None:
@@ -326,10 +326,10 @@ def test_the_least_recently_used_tail_goes_for_what_is_put_and_never_what_is_pin
     bench.put(pinned, pin_end_time=UNTIL_UNPINNED)
     bench.tier.touch(names_of([old]))
     ticket = bench.tier.put(new)
-    assert Evicted(names_of([young])) in bench.settle() and isinstance(ticket.outcome, Persisted)
+    assert BlocksEvicted(names_of([young])) in bench.settle() and isinstance(ticket.outcome, BlockPersisted)
     assert bench.ask(bench.tier.pin(names_of([old, new]), UNTIL_UNPINNED)) == ()
     (full,) = bench.put(young)
-    assert full == Failure(SpillDropCause.DISK_FULL, hash=young.header.hash)
+    assert full == StorageFailure(SpillDropCause.DISK_FULL, hash=young.header.hash)
 
 
 def test_what_was_demoted_goes_first_until_it_is_used(open_bench) -> None:
@@ -340,10 +340,10 @@ def test_what_was_demoted_goes_first_until_it_is_used(open_bench) -> None:
     unknown = make_block(seed=77).header.hash
     assert bench.tier.demote((*names_of([second]), unknown, *names_of([third])))
     bench.tier.put(new[0])
-    assert Evicted(names_of([third])) in bench.settle()
+    assert BlocksEvicted(names_of([third])) in bench.settle()
     bench.tier.touch(names_of([second]))
     bench.tier.put(new[1])
-    assert Evicted(names_of([first])) in bench.settle()
+    assert BlocksEvicted(names_of([first])) in bench.settle()
 
 
 def test_a_pin_with_an_end_is_prolonged_and_over_then(open_bench) -> None:
@@ -356,10 +356,10 @@ def test_a_pin_with_an_end_is_prolonged_and_over_then(open_bench) -> None:
         assert bench.ask(bench.tier.pin(names_of([pinned]), earlier)) == ()
     bench.clock.advance(59.0)
     (full,) = bench.put(new)
-    assert full == Failure(SpillDropCause.DISK_FULL, hash=new.header.hash)
+    assert full == StorageFailure(SpillDropCause.DISK_FULL, hash=new.header.hash)
     bench.clock.advance(1.0)
     (put,) = bench.put(new)
-    assert isinstance(put, Persisted) and put.record.pin_end_time == NOT_PINNED
+    assert isinstance(put, BlockPersisted) and put.record.pin_end_time == NOT_PINNED
     missing = names_of([pinned])
     assert bench.ask(bench.tier.pin((*missing, *names_of([put_pinned])), UNTIL_UNPINNED)) == missing
 
@@ -370,15 +370,15 @@ def test_a_pin_reaches_what_waits_to_be_written_and_names_what_is_neither(bench:
     missing = bench.ask(bench.tier.pin(names_of([block, other]), UNTIL_UNPINNED))
     assert missing == names_of([other])
     bench.settle()
-    assert isinstance(put.outcome, Persisted) and put.outcome.record.pin_end_time == UNTIL_UNPINNED
+    assert isinstance(put.outcome, BlockPersisted) and put.outcome.record.pin_end_time == UNTIL_UNPINNED
 
 
 def test_an_order_comes_after_the_blocks_put_before_it(bench: Bench) -> None:
     chain = make_chain(2)
     tickets = [bench.tier.put(block) for block in chain]
     purged = bench.ask(bench.tier.delete(names_of(chain)))
-    assert all(isinstance(ticket.outcome, Persisted) for ticket in tickets)
-    assert isinstance(purged, Purged) and purged.block_count == 2 and purged.size_bytes > 0
+    assert all(isinstance(ticket.outcome, BlockPersisted) for ticket in tickets)
+    assert isinstance(purged, BlocksPurged) and purged.block_count == 2 and purged.size_bytes > 0
     assert bench.ask(bench.tier.names(block_limit=0)) == ()
 
 
@@ -387,14 +387,14 @@ def test_an_order_for_no_block_waits_for_all_that_was_put(bench: Bench) -> None:
     nothing = bench.tier.delete(())
     assert nothing is not None and nothing.outcome is None
     told = [each for each in bench.settle() if isinstance(each, Ticket)]
-    assert told == [*puts, nothing] and nothing.outcome == Purged(0, 0)
+    assert told == [*puts, nothing] and nothing.outcome == BlocksPurged(0, 0)
 
 
 def test_a_removal_is_told_before_its_ticket_and_outranks_a_pin(bench: Bench) -> None:
     block = make_block()
     bench.put(block, pin_end_time=UNTIL_UNPINNED)
     ticket = bench.tier.delete(names_of([block]))
-    assert bench.settle() == [Evicted(names_of([block])), ticket]
+    assert bench.settle() == [BlocksEvicted(names_of([block])), ticket]
 
 
 def test_a_check_reads_all_and_removes_what_is_damaged(bench: Bench) -> None:
@@ -403,7 +403,7 @@ def test_a_check_reads_all_and_removes_what_is_damaged(bench: Bench) -> None:
     bench.damage(chain[2])
     checked = bench.ask(bench.tier.verify())
     assert isinstance(checked, Verified) and checked.checked_count == 3 and checked.checked_bytes > 0
-    assert [(f.hash, f.cause) for f in checked.damaged] == [(chain[2].header.hash, Damage.CHECKSUM)]
+    assert [(f.hash, f.cause) for f in checked.damaged] == [(chain[2].header.hash, BlockDamage.CHECKSUM)]
     assert bench.ask(bench.tier.verify(names_of(chain[2:]))) == Verified(0, 0, ())
 
 

@@ -15,7 +15,7 @@ from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage import files as files_module
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
-from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Extras, Space
+from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, ExtraFiles, Space
 from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.storage_thread import settings_for
@@ -80,7 +80,7 @@ def test_a_lock_is_dropped_with_its_descriptor(tmp_path):
 
 def test_space_counts_everything():
     settings = settings_for("/none", limit_bytes=100, free_floor_bytes=10, daily_write_limit_bytes=50)
-    extras = Extras(FILES, StorePaths("/none"))
+    extras = ExtraFiles(FILES, StorePaths("/none"))
     extras.quarantined, extras.leftovers = {BlockHash(bytes(32)): 6}, {"/none/a": 4}
     extras.aside, extras.unknown_bytes = {"/none/b": 1}, 2
     space = Space(settings, extras)
@@ -92,7 +92,7 @@ def test_space_counts_everything():
 
 
 def test_the_budget_turns_with_the_day():
-    space = Space(settings_for("/none", daily_write_limit_bytes=50), Extras(FILES, StorePaths("/none")))
+    space = Space(settings_for("/none", daily_write_limit_bytes=50), ExtraFiles(FILES, StorePaths("/none")))
     assert space.budget_allows(50, now_time=5.0) and not space.budget_allows(51, now_time=5.0)
     space.note_written(40, now_time=5.0)
     assert not space.budget_allows(11, now_time=SECONDS_PER_DAY - 1)

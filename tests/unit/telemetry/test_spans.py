@@ -15,7 +15,7 @@ from icehouse_server.domain.call import CallRecord, SpanNames, SpillRecord
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import part_of, request_id_of
 from icehouse_server.errors import ConfigError
-from icehouse_server.storage.api import Failure, Outcome, Persisted, Ticket
+from icehouse_server.storage.api import BlockPersisted, Outcome, StorageFailure, Ticket
 from icehouse_server.telemetry import call_spans as module
 from icehouse_server.telemetry.call_spans import CallSpans, otlp_exporter, stages_of
 
@@ -129,9 +129,9 @@ def test_what_storage_tells_becomes_a_span_and_goes_on_to_the_engine(index: int)
         room = TelemetryParts(load_config(flags={"telemetry.traces_endpoint": endpoint}, environ={}).config)
         assert room.watchers.tracer is not None
         outcomes = (
-            Ticket(Persisted(record, part_of(request_id_of("r1", BLUE), index), 1_700_000_003.0, 0.5)),
-            Ticket(Persisted(record)),
-            Ticket[Persisted](Failure(SpillDropCause.DISK_FULL, hash=record.hash)),
+            Ticket(BlockPersisted(record, part_of(request_id_of("r1", BLUE), index), 1_700_000_003.0, 0.5)),
+            Ticket(BlockPersisted(record)),
+            Ticket[BlockPersisted](StorageFailure(SpillDropCause.DISK_FULL, hash=record.hash)),
         )
         for outcome in outcomes:
             room.watching(told.append)(outcome)

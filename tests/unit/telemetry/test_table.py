@@ -12,7 +12,7 @@ import pytest
 from icehouse_server.domain.call import WireRecord
 from icehouse_server.domain.events import CacheReport
 from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.stats import Snapshot
+from icehouse_server.domain.stats import StatsSnapshot
 from icehouse_server.errors import StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS, FIRST_TOKEN_BY_REUSE, CallMetrics
 from icehouse_server.telemetry.metric import Metric, MetricKind
@@ -110,7 +110,7 @@ def scrape() -> Iterator[Any]:
     """Give a function that returns what an endpoint with calls and this snapshot answers."""
     endpoints = []
 
-    def get(snapshot: Snapshot) -> dict[str, Any]:
+    def get(snapshot: StatsSnapshot) -> dict[str, Any]:
         meter = PrometheusMeter()
         calls = CallMetrics(meter)
         calls.call_started("a.B/C")

@@ -102,13 +102,13 @@ def _show_answer(client: Client, question: str, *, max_output_tokens: int) -> No
     out.print()
 
 
-def _ask(client: Client, prompt: str, *, name: str, status: str) -> Pass:
+def _ask(client: Client, prompt: str, *, name: str, status: str) -> DemoCall:
     with err.status(status):
         reply = client.generate(prompt, **STORY_OPTIONS)
-    return Pass(name, reply.text, reply.usage)
+    return DemoCall(name, reply.text, reply.usage)
 
 
-def _show_comparison(prompt: str, passes: list[Pass]) -> None:
+def _show_comparison(prompt: str, passes: list[DemoCall]) -> None:
     out.print(f"A long prompt ({passes[0].usage.prompt_tokens:,} tokens), three times:\n")
     last_words = prompt.rpartition(". ")[2]
     for text in dict.fromkeys(each.text for each in passes):
@@ -125,7 +125,7 @@ _BAR_WIDTH = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pass:
+class DemoCall:
     """One call: its name for people, its text, and what it cost."""
 
     name: str
@@ -133,12 +133,12 @@ class Pass:
     usage: Usage
 
 
-def texts_are_equal(passes: Sequence[Pass]) -> bool:
+def texts_are_equal(passes: Sequence[DemoCall]) -> bool:
     """Whether all passes gave the same text, and it is not empty."""
     return len({each.text for each in passes}) == 1 and passes[0].text != ""
 
 
-def comparison_table(passes: Sequence[Pass]) -> Table:
+def comparison_table(passes: Sequence[DemoCall]) -> Table:
     """Return a row per pass, with a bar as long as its time to first token."""
     longest_s = max(each.usage.ttft_s for each in passes)
     figures = ("first token", "reused")
@@ -149,7 +149,7 @@ def comparison_table(passes: Sequence[Pass]) -> Table:
     return shown
 
 
-def verdict_text(passes: Sequence[Pass]) -> Text:
+def verdict_text(passes: Sequence[DemoCall]) -> Text:
     """Return one line: how much sooner the later passes began, and whether all texts are equal."""
     if not texts_are_equal(passes):
         return Text("the texts differ, and they must not: please report this", style="bold red")
@@ -158,7 +158,7 @@ def verdict_text(passes: Sequence[Pass]) -> Text:
     return Text(f"the {len(passes)} texts are equal; {', '.join(speeds)}", style="green")
 
 
-def _times_sooner(cold: Pass, warm: Pass) -> str:
+def _times_sooner(cold: DemoCall, warm: DemoCall) -> str:
     if warm.usage.ttft_s <= 0:
         return "at once"
     times = cold.usage.ttft_s / warm.usage.ttft_s

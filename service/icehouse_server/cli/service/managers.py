@@ -40,7 +40,7 @@ class ServiceDefinition:
     """How long a clean stop may take."""
 
 
-class FileState(enum.StrEnum):
+class ServiceFileState(enum.StrEnum):
     """How a definition's file compares to what would be written."""
 
     ABSENT = "absent"
@@ -69,19 +69,19 @@ class DefinitionFile:
 
     path: Path
 
-    def state(self, wanted: str | None = None) -> FileState:
+    def state(self, wanted: str | None = None) -> ServiceFileState:
         """Return how the file compares to the text `wanted`; without one, whether it may be removed."""
         if not os.path.lexists(self.path):
-            return FileState.ABSENT
+            return ServiceFileState.ABSENT
         try:
             text = self.path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, FileNotFoundError):
-            return FileState.CHANGED
+            return ServiceFileState.CHANGED
         if text == wanted:
-            return FileState.SAME
+            return ServiceFileState.SAME
         # A link leads to somebody's own file, or to nothing, which is how systemd masks a unit.
         is_ours = is_untouched(text) and not self.path.is_symlink()
-        return FileState.OLDER if is_ours else FileState.CHANGED
+        return ServiceFileState.OLDER if is_ours else ServiceFileState.CHANGED
 
     def write(self, text: str, *, is_forced: bool) -> None:
         """Write `text` atomically; raises ServiceError if an edited file would be lost."""
@@ -98,12 +98,12 @@ class DefinitionFile:
     def guard_removal(self, *, is_forced: bool) -> None:
         """Raise ServiceError if there is no file, or an edited one without `is_forced`."""
         state = self.state()
-        if state is FileState.ABSENT:
+        if state is ServiceFileState.ABSENT:
             raise ServiceError(f"no service is installed: there is no {self.path}")
         self._guard(state, is_forced=is_forced, verb="removes")
 
-    def _guard(self, state: FileState, *, is_forced: bool, verb: str) -> None:
-        if state is FileState.CHANGED and not is_forced:
+    def _guard(self, state: ServiceFileState, *, is_forced: bool, verb: str) -> None:
+        if state is ServiceFileState.CHANGED and not is_forced:
             raise ServiceError(
                 f"{self.path} is not as `service install` wrote it; look at it, then --force {verb} it"
             )

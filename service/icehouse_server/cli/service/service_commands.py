@@ -15,10 +15,10 @@ from icehouse_client.cli.main import CommandLine
 
 from icehouse_server.cli.service.managers import (
     DefinitionFile,
-    FileState,
     Launchd,
     ServiceDefinition,
     ServiceError,
+    ServiceFileState,
     Systemd,
 )
 from icehouse_server.cli.service.stop_bounds import stop_bound_s
@@ -67,7 +67,7 @@ def install(
         # Ask first: if no manager answers, nothing is written.
         manager.status()
         file = DefinitionFile(manager.path)
-        was_there = file.state(text) is FileState.SAME
+        was_there = file.state(text) is ServiceFileState.SAME
         file.write(text, is_forced=force)
         manager.start()
         done = "unchanged" if was_there else "written"
@@ -96,11 +96,11 @@ def status(as_json: AsJson = False) -> None:
     with _failing():
         manager = find_manager()
         state = DefinitionFile(manager.path).state()
-        is_installed = state is not FileState.ABSENT
+        is_installed = state is not ServiceFileState.ABSENT
         service = manager.status() if is_installed else None
     is_running = service is not None and service.is_running
     facts = {} if service is None else service.facts
-    is_changed = state is FileState.CHANGED
+    is_changed = state is ServiceFileState.CHANGED
     if as_json:
         print_json(
             {

@@ -153,10 +153,10 @@ class Command:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Drain:
+class DrainEngine:
     """Refuse new work, let running requests go on until `deadline_time` (`Clock.monotonic`), then stop."""
 
     deadline_time: float
 
 
-Message = Submit | Cancel | QueryStats | Command | Drain | Outcome
+Message = Submit | Cancel | QueryStats | Command | DrainEngine | Outcome

@@ -10,7 +10,7 @@ import dataclasses
 from functools import partial
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Damage, Region, RegionKind
+from icehouse_server.domain.blocks import BlockDamage, Region, RegionKind
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence
@@ -26,14 +26,14 @@ from icehouse_server.engine.prefix_cache.tiers.storage_waits import Awaited, Ste
 from icehouse_server.engine.prefix_cache.tiers.write_behind import Beside
 from icehouse_server.errors import StorageError
 from icehouse_server.storage.api import (
-    Evicted,
-    Failure,
+    BlocksEvicted,
+    BlocksLoaded,
     Inventory,
     KvTarget,
-    Loaded,
     Outcome,
+    StorageFailure,
+    StorageTrouble,
     Ticket,
-    Trouble,
 )
 
 _ATTEMPT_LIMIT = 3
@@ -57,7 +57,7 @@ class Restore:
     """False after the read queue was full or memory short: the next plan uses RAM alone."""
     kv_memory: KvTarget | None = None
     """Pages that kv is read into from SSD; None for a model whose kv is not in pages."""
-    loaded: Loaded | None = None
+    loaded: BlocksLoaded | None = None
     read: dict[BlockHash, dict[RegionKind, Region]] = dataclasses.field(default_factory=dict)
     """Regions that were read from SSD, on the device."""
     is_begun: bool = False
@@ -92,24 +92,23 @@ class Restore:
     def make_input(self, runner: CacheRunner) -> RestoreInput:
         """Combine the regions in RAM with those read from SSD."""
         if self.loaded is not None:
-            self.read = self._on_device(self.loaded, runner)
+            self._put_on_device(self.loaded, runner)
         blocks = (
             dataclasses.replace(block, regions={**block.regions, **self.read.get(node.hash, {})})
             for block, node in zip(self.plan.placed, self.plan.nodes, strict=True)
         )
         return RestoreInput(tuple(blocks), self.plan.token_count)
 
-    def _on_device(self, loaded: Loaded, runner: CacheRunner) -> dict[BlockHash, dict[RegionKind, Region]]:
-        read = {
+    def _put_on_device(self, loaded: BlocksLoaded, runner: CacheRunner) -> None:
+        self.read = {
             block.header.hash: {region.kind: runner.from_host(region) for region in block.regions}
             for block in loaded.blocks
         }
         if self.kv_memory is not None:
             wanted = [b.header.hash for b in self.plan.to_load if RegionKind.KV in b.regions]
             for name, region in zip(wanted, runner.end_load(self.kv_memory), strict=True):
-                read[name][RegionKind.KV] = region
+                self.read[name][RegionKind.KV] = region
             self.kv_memory = None
-        return read
 
 
 class CacheController:
@@ -195,7 +194,7 @@ class CacheController:
         if self.cache.is_inventory_due and self._waits_for_inventory:
             # The model was loaded before the directory was read: a short wait can save a whole prefill.
             outcome = yield Awaited(self._waits.inventory, token_count)
-            if outcome is not None and outcome.cause is Trouble.LOST:
+            if outcome is not None and outcome.cause is StorageTrouble.LOST:
                 return  # the engine ends
             self._waits_for_inventory &= outcome is None
         yield from self._shared.bring(sequence)
@@ -280,9 +279,9 @@ class CacheController:
         reserve = partial(restore.reserve_memory, self._runner, shares_blocks=self.cache.facts.shares_blocks)
         return reserve() or (self.yield_ram(restore.plan.ssd_bytes) > 0 and reserve())
 
-    def _loaded(self, restore: Restore, outcome: Loaded | Failure) -> None:
-        failure = outcome if isinstance(outcome, Failure) else outcome.failure
-        if isinstance(outcome, Loaded):
+    def _loaded(self, restore: Restore, outcome: BlocksLoaded | StorageFailure) -> None:
+        failure = outcome if isinstance(outcome, StorageFailure) else outcome.failure
+        if isinstance(outcome, BlocksLoaded):
             self.cache.rates.note_read(outcome.read_bytes_per_s)
             restore.loaded = None if failure is not None else outcome
         is_waiting = self._restores.get(restore.sequence.sequence_id) is restore
@@ -294,13 +293,13 @@ class CacheController:
         if is_waiting:
             self._ready.append(restore.sequence)
 
-    def _load_failed(self, restore: Restore, failure: Failure) -> None:
+    def _load_failed(self, restore: Restore, failure: StorageFailure) -> None:
         """Prepare for a plan without the damaged block, or without SSD if that does not answer or memory is
         short. When memory is short the block stays known, but is not tried again at once."""
         restore.release_memory()
         self.cache.restores.failed_load_total += 1
-        restore.with_ssd &= failure.cause not in (Damage.MEMORY, Trouble.TIMED_OUT)
-        if failure.hash is not None and failure.cause is not Damage.MEMORY:
+        restore.with_ssd &= failure.cause not in (BlockDamage.MEMORY, StorageTrouble.TIMED_OUT)
+        if failure.hash is not None and failure.cause is not BlockDamage.MEMORY:
             self.cache.tree.forget_stored(failure.hash)
 
     def _adopted(self, restore: Restore) -> None:
@@ -361,7 +360,7 @@ class CacheController:
             self.cache.take_inventory(outcome)
             if outcome.is_last:
                 self._waits.complete_inventory()
-        elif isinstance(outcome, Evicted):
+        elif isinstance(outcome, BlocksEvicted):
             for name in outcome.hashes:
                 self.cache.tree.forget_stored(name)
         else:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from icehouse_server.domain.blocks import Damage, HostBlock
+from icehouse_server.domain.blocks import BlockDamage, HostBlock
 from icehouse_server.domain.cache_commands import (
     AdoptBlock,
-    Adoption,
     AdoptionRefusal,
     BeginImport,
+    BlockAdoption,
     BlockContent,
     CacheAnswer,
     ExportBlock,
@@ -30,10 +30,10 @@ from icehouse_server.engine.prefix_cache.tiers.storage_waits import Awaited, Ste
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
+    BlockPersisted,
     ColdTier,
-    Failure,
-    Persisted,
     PlannedBlock,
+    StorageFailure,
     Ticket,
 )
 
@@ -114,22 +114,22 @@ class CacheExchange:
             raise _not_found(name)
         return node
 
-    def _adopt(self, command: AdoptBlock) -> Steps[Adoption]:
+    def _adopt(self, command: AdoptBlock) -> Steps[BlockAdoption]:
         """Write an imported block to SSD; if the queue is full, once it has drained."""
         roots = self._cache.quotas.roots_of(command.tenant)
         root = next((name for name, digest in roots.items() if digest == command.adapter), None)
         parent = command.parent or root
         if root is None or parent is None:
-            return Adoption(BlockHash(b""), refusal=AdoptionRefusal.SCOPE)
+            return BlockAdoption(BlockHash(b""), refusal=AdoptionRefusal.SCOPE)
         name, spills = self._tree.name_of(parent, command.keys), self._cache.spills
         size_bytes = sum(region.size_bytes for region in command.regions) + OVERHEAD_BYTES
         for may_wait in (True, False):
             node = self._tree.get(name)
             if node is not None and (node.ram or node.ssd or node.is_spilling):
-                return Adoption(name)
+                return BlockAdoption(name)
             refusal = self._refusal_of(command, root, parent, size_bytes)
             if refusal is not None:
-                return Adoption(name, refusal=refusal)
+                return BlockAdoption(name, refusal=refusal)
             if spills.has_queue_space(size_bytes):
                 break
             if not may_wait:
@@ -140,8 +140,10 @@ class CacheExchange:
         )
         self._tree.claim([node], root)
         block = HostBlock(self._tree.header_of(node, command.keys), command.regions)
-        is_written = isinstance((yield Awaited(spills.adopt(node, block))), Persisted)
-        return Adoption(name, is_new=is_written, refusal=None if is_written else AdoptionRefusal.SSD_FULL)
+        is_written = isinstance((yield Awaited(spills.adopt(node, block))), BlockPersisted)
+        return BlockAdoption(
+            name, is_new=is_written, refusal=None if is_written else AdoptionRefusal.SSD_FULL
+        )
 
     def _refusal_of(
         self, command: AdoptBlock, root: BlockHash, parent: BlockHash, size_bytes: int
@@ -181,8 +183,8 @@ def _done(ticket: Ticket[_Result] | None, *, token_count: int | None = None) -> 
     if ticket is None:
         raise _busy("the SSD tier has too much queued")
     outcome: Any = yield Awaited(ticket, token_count)
-    if isinstance(outcome, Failure):
-        if isinstance(outcome.cause, Damage):
+    if isinstance(outcome, StorageFailure):
+        if isinstance(outcome.cause, BlockDamage):
             raise _not_found(outcome.hash or BlockHash(b""))
         raise _busy(f"the SSD tier cannot do this now: {outcome.detail or outcome.cause}")
     result: _Result = outcome

@@ -33,7 +33,7 @@ from icehouse_server.engine.prefix_cache.prefetched import PrefetchedTokens
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
 from icehouse_server.engine.prefix_cache.sessions import Sessions
 from icehouse_server.engine.prefix_cache.tiers.account import Owner
-from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, match, unread_nodes
+from icehouse_server.engine.prefix_cache.tiers.matching import LookupPrompt, known_chain, match, unread_nodes
 from icehouse_server.engine.prefix_cache.tiers.node import Hashes, Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
@@ -44,7 +44,7 @@ from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.engine.prefix_cache.tiers.write_behind import Turn, WriteBehind
 from icehouse_server.pins import NOT_PINNED, pin_end_time
-from icehouse_server.storage.api import ColdTier, Failure, Inventory, Persisted, StoredBlock
+from icehouse_server.storage.api import BlockPersisted, ColdTier, Inventory, StorageFailure, StoredBlock
 
 
 class PrefixCache:
@@ -119,19 +119,19 @@ class PrefixCache:
 
     def prompt(
         self, keys: ReadSequence[int], *, scope: CacheScope, shared_scope: CacheScope | None = None
-    ) -> Prompt:
+    ) -> LookupPrompt:
         """Return tokens as a prompt to look up; blocks of `shared_scope` may stand in for missing ones."""
         shared_root = None if shared_scope is None else self.quotas.root(shared_scope)
-        return Prompt(tuple(keys), self.quotas.root(scope), shared_root)
+        return LookupPrompt(tuple(keys), self.quotas.root(scope), shared_root)
 
-    def prompt_of(self, sequence: Sequence) -> Prompt:
+    def prompt_of(self, sequence: Sequence) -> LookupPrompt:
         """Return a sequence's input as a prompt to look up."""
         request = sequence.request
         return self.prompt(sequence.input_keys, scope=request.scope, shared_scope=request.shared_scope)
 
     # A prompt: what is known of it, and the plan.
 
-    def read_headers(self, prompt: Prompt, *, token_count: int) -> Steps[None]:
+    def read_headers(self, prompt: LookupPrompt, *, token_count: int) -> Steps[None]:
         """Read the headers of blocks that may begin like the rest of this prompt, so that it can match inside
         one: after a restart their names are known, but not their tokens. Each is read once; none if the read
         queue is full."""
@@ -141,7 +141,7 @@ class PrefixCache:
         ticket = self.storage.heads(names) if names else None
         if ticket is not None:
             outcome = yield Awaited(ticket, token_count)
-            for header in () if isinstance(outcome, Failure) else outcome:
+            for header in () if isinstance(outcome, StorageFailure) else outcome:
                 self.tree.learn_header(header)
 
     def plan(self, sequence: Sequence, *, with_ssd: bool = True) -> Plan:
@@ -361,10 +361,10 @@ class PrefixCache:
             for name in unseen:
                 self.tree.forget_stored(name)
 
-    def _spill_ended(self, sent: Node, outcome: Persisted | Failure) -> None:
+    def _spill_ended(self, sent: Node, outcome: BlockPersisted | StorageFailure) -> None:
         """Record that a block is committed on SSD, replacing shorter ones, or was dropped on its way."""
         self.behind.note_end(sent, outcome)
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, StorageFailure):
             if self.tree.get(sent.hash) is sent:
                 self.ram.end_spill(sent, is_pinned_on_ssd=bool(sent.ssd))
             return

@@ -22,10 +22,10 @@ from icehouse_server.domain.cache_commands import (
     EvictBlocks,
     EvictReport,
     Explain,
+    ExportListing,
     KnownBlocks,
     KnownTokens,
     ListExport,
-    Listing,
     ListKnown,
     ListRecent,
     ListStored,
@@ -49,7 +49,7 @@ from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Awaited, Steps
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
-from icehouse_server.storage.api import ColdTier, Failure, Ticket, Trouble
+from icehouse_server.storage.api import ColdTier, StorageFailure, StorageTrouble, Ticket
 
 _Result = TypeVar("_Result")
 _BUSY_RETRY_S = 1.0
@@ -156,9 +156,9 @@ class CacheCommands:
                 for tenant in command.tenants:
                     cache.quotas.root(CacheScope(tenant))
                 self._listing = cache.tree.listing(slice_count=self.listing_slice_count)
-                return Listing(next(self._listing, 0))
+                return ExportListing(next(self._listing, 0))
             case ContinueListing():
-                return Listing(next(self._listing, 0))
+                return ExportListing(next(self._listing, 0))
             case ReadTokens():
                 return (yield from self._read_tokens(command))
             case ListExport() | ReadBlock() | BeginImport() | AdoptBlock():
@@ -186,8 +186,8 @@ class CacheCommands:
         if ticket is None:
             raise _storage_busy()
         outcome = yield Awaited(ticket, token_count=0)
-        if isinstance(outcome, Failure):
-            if outcome.cause is not Trouble.LOST:
+        if isinstance(outcome, StorageFailure):
+            if outcome.cause is not StorageTrouble.LOST:
                 raise _storage_busy()
             return BlockTokens(())
         return BlockTokens(tuple(KnownTokens(h.hash, h.token_ids, h.extra) for h in outcome))
@@ -210,8 +210,8 @@ class CacheCommands:
             raise _storage_busy()
         cache.pin(nodes, end_time)
         outcome = yield Awaited(ticket)
-        if isinstance(outcome, Failure):
-            if outcome.cause is not Trouble.LOST:
+        if isinstance(outcome, StorageFailure):
+            if outcome.cause is not StorageTrouble.LOST:
                 # The pins here and on SSD must agree. Another command may have changed them meanwhile.
                 restored = min if is_pin else max
                 for node, before_time in before:
@@ -274,7 +274,7 @@ def _done(ticket: Ticket[_Result] | None) -> Steps[_Result]:
     if ticket is None:
         raise _storage_busy()
     outcome: Any = yield Awaited(ticket)
-    if isinstance(outcome, Failure):
+    if isinstance(outcome, StorageFailure):
         raise _refusal(outcome)
     result: _Result = outcome
     return result
@@ -318,9 +318,9 @@ def _unanswered() -> StorageError:
     )
 
 
-def _refusal(failure: Failure) -> StorageError:
+def _refusal(failure: StorageFailure) -> StorageError:
     """Return the error for an order that failed."""
-    if failure.cause is Trouble.LOST:
+    if failure.cause is StorageTrouble.LOST:
         return StorageError(Reason.STORE_UNUSABLE, "the SSD tier has stopped; see the server's log")
     return StorageError(
         Reason.STORE_UNUSABLE, f"the SSD tier cannot do this now: {failure.detail}; try again later"

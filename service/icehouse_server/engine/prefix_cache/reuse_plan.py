@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Container, Iterable, Iterator
 
 from icehouse_server.domain.blocks import RegionKind, TokenKeys, token_id_of
-from icehouse_server.domain.events import CacheReport, Divergence, ReuseLimit
+from icehouse_server.domain.events import CacheReport, PromptDivergence, ReuseLimit
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.prefix_cache.tiers.matching import Match, Prompt, common_prefix, match
+from icehouse_server.engine.prefix_cache.tiers.matching import LookupPrompt, Match, common_prefix, match
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates
@@ -61,7 +61,7 @@ class Plan:
         return self.token_count > 0
 
 
-def plan(tree: PrefixTree, prompt: Prompt, rates: Rates, *, with_ssd: bool = True) -> Plan:
+def plan(tree: PrefixTree, prompt: LookupPrompt, rates: Rates, *, with_ssd: bool = True) -> Plan:
     """Plan a prompt's reuse; its last token is always computed. Changes nothing."""
     settings = tree.settings
     matched = match(tree, prompt, with_ssd=with_ssd)
@@ -82,7 +82,7 @@ def plan(tree: PrefixTree, prompt: Prompt, rates: Rates, *, with_ssd: bool = Tru
     return _split(tree, prompt, match(tree, prompt, with_ssd=False), limit)
 
 
-def with_divergence(tree: PrefixTree, prompt: Prompt, made: Plan) -> Plan:
+def with_divergence(tree: PrefixTree, prompt: LookupPrompt, made: Plan) -> Plan:
     """Add to the report where the prompt diverges from a cached one of its own tenant."""
     if made.report.limit not in _MAY_DIVERGE:
         return made
@@ -101,7 +101,7 @@ def _limit_of(tree: PrefixTree, matched: Match, limit: int) -> ReuseLimit:
     return ReuseLimit.DIVERGED
 
 
-def _split(tree: PrefixTree, prompt: Prompt, matched: Match, limit: ReuseLimit) -> Plan:
+def _split(tree: PrefixTree, prompt: LookupPrompt, matched: Match, limit: ReuseLimit) -> Plan:
     """Plan to take regions from RAM if they are there, and the others from SSD."""
     placed: list[PlacedBlock] = []
     to_load: list[PlannedBlock] = []
@@ -132,7 +132,7 @@ def _split(tree: PrefixTree, prompt: Prompt, matched: Match, limit: ReuseLimit) 
     )
 
 
-def _find_divergence(tree: PrefixTree, prompt: Prompt, made: Plan) -> Divergence | None:
+def _find_divergence(tree: PrefixTree, prompt: LookupPrompt, made: Plan) -> PromptDivergence | None:
     """Return where a prompt diverges from a cached one of its own tenant that shares more than half of it.
 
     The reused blocks may be another tenant's. They only lead to the tenant's own blocks after them: their
@@ -153,11 +153,11 @@ def _find_divergence(tree: PrefixTree, prompt: Prompt, made: Plan) -> Divergence
     for node in diverged[:_CANDIDATE_LIMIT]:
         if 2 * index > len(keys) or _shares_most(tree, node, keys, index=index, offset=longest):
             assert node.token_ids is not None
-            return Divergence(index, token_id_of(keys[index]), token_id_of(node.token_ids[longest]))
+            return PromptDivergence(index, token_id_of(keys[index]), token_id_of(node.token_ids[longest]))
     return None
 
 
-def _last_block(tree: PrefixTree, prompt: Prompt, known: Iterable[Node]) -> tuple[int, BlockHash]:
+def _last_block(tree: PrefixTree, prompt: LookupPrompt, known: Iterable[Node]) -> tuple[int, BlockHash]:
     """Return where the last known full block of the prompt ends, and its name in its own tenant's chain."""
     size, keys = tree.settings.block_token_count, prompt.keys
     covered, parent = 0, prompt.root

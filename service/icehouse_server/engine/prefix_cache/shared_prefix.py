@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.sequence import Sequence as Row
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
-from icehouse_server.engine.prefix_cache.tiers.matching import Prompt
+from icehouse_server.engine.prefix_cache.tiers.matching import LookupPrompt
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Awaited, Steps
-from icehouse_server.storage.api import Found
+from icehouse_server.storage.api import ChainFound
 
 _LOOKUP_SHARE = 0.1
 _FETCH_SHARE = 0.5
@@ -48,11 +48,11 @@ class SharedPrefixes:
                 continue
             ticket = storage.find(tuple(each.hash for each in missing), limit_s=min(limit_s, _MOST_LOOKUP_S))
             found = None if ticket is None else (yield Awaited(ticket, limit_s=_MOST_LOOKUP_S))
-            if isinstance(found, Found) and found.block_count:
+            if isinstance(found, ChainFound) and found.block_count:
                 yield from self._fetch(found, missing[: found.block_count])
                 return
 
-    def _is_worth_it(self, found: Found, blocks: Sequence[Node]) -> bool:
+    def _is_worth_it(self, found: ChainFound, blocks: Sequence[Node]) -> bool:
         """Whether fetching is predicted to be faster than computing, and there is space for the blocks. Older
         blocks of the same tenant are removed if its quota requires that."""
         settings, rates = self._cache.settings, self._cache.rates
@@ -63,7 +63,7 @@ class SharedPrefixes:
             return False
         return self._cache.spills.fits_quota(blocks[0], found.size_bytes, ())
 
-    def _fetch(self, found: Found, blocks: Sequence[Node]) -> Steps[None]:
+    def _fetch(self, found: ChainFound, blocks: Sequence[Node]) -> Steps[None]:
         storage, rates = self._cache.storage, self._cache.rates
         if not self._is_worth_it(found, blocks) or storage is None:
             return
@@ -77,7 +77,7 @@ class SharedPrefixes:
             limit_s = max(prefill_s * _FETCH_SHARE, _LEAST_FETCH_S) if prefill_s else _UNMEASURED_FETCH_S
             yield Awaited(ticket, limit_s=limit_s)
 
-    def _missing(self, prompt: Prompt, root: BlockHash) -> list[Node]:
+    def _missing(self, prompt: LookupPrompt, root: BlockHash) -> list[Node]:
         """Return the full blocks of a prompt from the first that is not here; for a model without kv only
         those where a checkpoint is due."""
         settings, facts = self._cache.settings, self._cache.facts

@@ -28,11 +28,11 @@ from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.encoders.encoder import Encoder, encoder_classes, is_encoder
-from icehouse_server.engine.runner.encoders.recipe import Gather, Recipe, recipe_of
+from icehouse_server.engine.runner.encoders.recipe import Gather, VectorRecipe, recipe_of
 from icehouse_server.engine.runner.identity.fingerprint import quantization_of, read_json
 from icehouse_server.engine.runner.identity.kv_code import KvCode
 from icehouse_server.engine.runner.rank import Rank
-from icehouse_server.engine.runner.read_ahead import ReadAhead
+from icehouse_server.engine.runner.read_ahead import WeightReadAhead
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.runner.vision.mlx_vlm import VisionTower
 from icehouse_server.errors import ModelError, extra_command, model_invalid
@@ -214,7 +214,7 @@ def _read_weights(
     """Read parameters from their files, a slice of bytes at a time."""
     waiting: list[mx.array] = []
     asked_bytes = slice_bytes = 0
-    with ReadAhead(sorted(folder.glob("*.safetensors"))) as ahead:
+    with WeightReadAhead(sorted(folder.glob("*.safetensors"))) as ahead:
         for array in (array for part in parts for _, array in parameters_of(part)):
             waiting.append(array)
             slice_bytes += array.nbytes
@@ -300,7 +300,7 @@ def describe(
     )
 
 
-def _recipe(path: Path) -> Recipe:
+def _recipe(path: Path) -> VectorRecipe:
     """Return what a model's folder says about its vectors; raises ModelError."""
     try:
         return recipe_of(path)
@@ -308,7 +308,7 @@ def _recipe(path: Path) -> Recipe:
         raise model_invalid(f"the model in {path} cannot be served: {one_line(error)}") from error
 
 
-def _purpose(model: Any, recipe: Recipe, path: Path) -> tuple[ModelKind, Pooling]:
+def _purpose(model: Any, recipe: VectorRecipe, path: Path) -> tuple[ModelKind, Pooling]:
     """Return what a model is for, and how its hidden states become a vector. Raises ModelError if a decoder's
     folder asks for what only encoders do here."""
     if isinstance(model, Encoder):

@@ -19,7 +19,7 @@ _AHEAD_BYTES: Final = 64 << 20
 take a processor away from other work."""
 
 
-class ReadAhead:
+class WeightReadAhead:
     """Reads from the first question until its block ends."""
 
     def __init__(self, files: Sequence[Path]) -> None:

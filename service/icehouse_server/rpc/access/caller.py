@@ -14,7 +14,7 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.errors import Forbidden, Reason
 
 
-class Role(enum.StrEnum):
+class CallerRole(enum.StrEnum):
     """What a caller may do."""
 
     TENANT = "tenant"
@@ -28,16 +28,16 @@ class Caller:
     """One identity. `tenant` is None if callers need not prove who they are."""
 
     tenant: Tenant | None
-    role: Role
+    role: CallerRole
 
     @property
     def scope(self) -> Tenant | None:
         """The tenant whose numbers and blocks the caller may see; None for everybody's."""
-        return None if self.role is Role.OPERATOR else self.tenant
+        return None if self.role is CallerRole.OPERATOR else self.tenant
 
     def require_operator(self, what: str) -> None:
         """Raise Forbidden unless this is an operator; `what` begins the message."""
-        if self.role is not Role.OPERATOR:
+        if self.role is not CallerRole.OPERATOR:
             raise Forbidden(
                 Reason.OPERATOR_ONLY,
                 f"{what} concerns every tenant and is left to operators; {self.tenant!r} is none",
@@ -45,7 +45,7 @@ class Caller:
             )
 
 
-UNPROVED = Caller(None, Role.OPERATOR)
+UNPROVED = Caller(None, CallerRole.OPERATOR)
 """Everyone, if the configuration requires no credentials."""
 
 current: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller", default=UNPROVED)

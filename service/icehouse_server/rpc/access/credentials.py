@@ -26,7 +26,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import SecurityConfig
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.errors import Reason, StartError, Unauthenticated
-from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, CallerRole
 from icehouse_server.rpc.access.shares import start_daemon
 from icehouse_server.rpc.access.tokens import TokenFile
 from icehouse_server.small_file import read_small_file
@@ -165,7 +165,7 @@ class ServerSecurity:
         name, size = names[0].decode("utf-8", "replace"), len(names[0])
         if size > _NAME_BYTE_LIMIT:
             raise _invalid(f"the client certificate's name has {size} bytes, the limit is {_NAME_BYTE_LIMIT}")
-        role = Role.OPERATOR if name in self._operator_names else Role.TENANT
+        role = CallerRole.OPERATOR if name in self._operator_names else CallerRole.TENANT
         return Caller(Tenant(name), role)
 
 

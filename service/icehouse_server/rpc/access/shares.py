@@ -92,7 +92,7 @@ class FairShare(_Held):
         )
 
 
-class Hold:
+class QueueHold:
     """What one caller holds of a `FairQueue`."""
 
     def __init__(self, queue: FairQueue, origin: str, amount: int) -> None:
@@ -129,7 +129,7 @@ class FairQueue(_Held):
     def waiting_count(self) -> int:
         return sum(len(queue) for queue in self._waiting.values())
 
-    async def take(self, origin: str, amount: int = 1) -> Hold:
+    async def take(self, origin: str, amount: int = 1) -> QueueHold:
         """Wait for the caller's turn. An amount above the capacity counts as the capacity."""
         amount = min(amount, self.capacity)
         if self._waiting or not self._fits(origin, amount):
@@ -147,7 +147,7 @@ class FairQueue(_Held):
                 raise
         else:
             self._grant(origin, amount)
-        return Hold(self, origin, amount)
+        return QueueHold(self, origin, amount)
 
     @contextlib.asynccontextmanager
     async def turn(self, origin: str) -> AsyncIterator[None]:

@@ -32,7 +32,7 @@ WAITING_RETRY_S = 1.0
 
 
 @dataclasses.dataclass(slots=True)
-class Account:
+class TenantAccount:
     """One tenant's numbers since the account was opened, and its token budget."""
 
     use: TenantUse
@@ -45,10 +45,10 @@ class Account:
         return not (self.use.waiting_count or self.use.running_count or owes)
 
 
-class Stay:
+class TenantRequest:
     """One request from its submission to its end."""
 
-    def __init__(self, account: Account, request: GenerationRequest) -> None:
+    def __init__(self, account: TenantAccount, request: GenerationRequest) -> None:
         self._account = account
         self._prompt_token_count = len(request.prompt_token_ids)
         self.reserved_token_count = self._prompt_token_count + request.max_output_tokens
@@ -89,9 +89,9 @@ class Tenants:
         self.running_limit = running_limit
         """Concurrent requests of one tenant, by the engine's own count; 0 is unlimited."""
         self._clock = clock
-        self._accounts: OrderedDict[Tenant, Account] = OrderedDict()
+        self._accounts: OrderedDict[Tenant, TenantAccount] = OrderedDict()
 
-    def __iter__(self) -> Iterator[Account]:
+    def __iter__(self) -> Iterator[TenantAccount]:
         return iter(tuple(self._accounts.values()))
 
     def uses(self) -> tuple[TenantUse, ...]:
@@ -111,7 +111,7 @@ class Tenants:
         return TenantUse(tenant) if account is None else dataclasses.replace(account.use)
 
     @contextlib.contextmanager
-    def staying(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[Stay, ...]]:
+    def staying(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[TenantRequest, ...]]:
         """Count requests of one tenant until the block ends; raises Overloaded if the tenant's share is used
         up, and InvalidRequest for more requests than could ever fit."""
         account = self._account(requests[0].tenant)
@@ -120,7 +120,7 @@ class Tenants:
         except (Overloaded, InvalidRequest):
             account.use.refused_total += 1
             raise
-        stays = tuple(Stay(account, request) for request in requests)
+        stays = tuple(TenantRequest(account, request) for request in requests)
         if account.budget is not None:
             account.budget.reserve(sum(stay.reserved_token_count for stay in stays))
         try:
@@ -145,12 +145,12 @@ class Tenants:
             raise
         account.budget.reserve(token_count)
 
-    def _account(self, tenant: Tenant) -> Account:
+    def _account(self, tenant: Tenant) -> TenantAccount:
         account = self._accounts.get(tenant)
         if account is None:
             rate = self.limits.tokens_per_minute
             budget = TokenBudget(tokens_per_minute=rate, clock=self._clock) if rate else None
-            account = self._accounts[tenant] = Account(TenantUse(tenant), budget)
+            account = self._accounts[tenant] = TenantAccount(TenantUse(tenant), budget)
             self._forget_idle()
         self._accounts.move_to_end(tenant)
         return account
@@ -164,7 +164,7 @@ class Tenants:
         for name in idle[:excess]:
             del self._accounts[name]
 
-    def _check(self, account: Account, requests: Sequence[GenerationRequest]) -> None:
+    def _check(self, account: TenantAccount, requests: Sequence[GenerationRequest]) -> None:
         limit = self.limits.waiting_limit
         if limit and len(requests) > limit:
             raise too_many_completions(len(requests), limit)
@@ -180,7 +180,7 @@ class Tenants:
         wanted = sum(len(request.prompt_token_ids) + request.max_output_tokens for request in requests)
         self._check_budget(account, wanted)
 
-    def _check_budget(self, account: Account, wanted: int) -> None:
+    def _check_budget(self, account: TenantAccount, wanted: int) -> None:
         if account.budget is None:
             return
         tenant = account.use.tenant

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.access.caller import Caller, CallerRole
 from icehouse_server.small_file import read_small_file
 
 TOKEN_PREFIX = "icehouse_"
@@ -51,7 +51,7 @@ def digest_of(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8")).digest()
 
 
-def line_of(token: str, *, tenant: str, role: Role, expire_date: datetime.date | None) -> str:
+def line_of(token: str, *, tenant: str, role: CallerRole, expire_date: datetime.date | None) -> str:
     """Return the file's line for `token`. `expire_date` is its last valid day (UTC)."""
     expires = "" if expire_date is None else f" expires={expire_date.isoformat()}"
     return f"sha256={digest_of(token).hex()} tenant={tenant} role={role.value}{expires}"
@@ -131,7 +131,7 @@ def _token_of(line: str) -> AccessToken:
         raise ValueError("sha256= must have 64 hex digits; `icehouse token new` writes such a line")
     if TENANT_PATTERN.fullmatch(tenant) is None:
         raise ValueError("tenant= must have 1 to 128 of A-Z a-z 0-9 . _ : / @ -")
-    role = Role(parts.get("role", Role.TENANT.value))
+    role = CallerRole(parts.get("role", CallerRole.TENANT.value))
     return AccessToken(
         bytes.fromhex(digest), Caller(Tenant(tenant), role), _expire_time_of(parts.get("expires"))
     )

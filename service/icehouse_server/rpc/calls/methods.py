@@ -37,7 +37,7 @@ class WorkThread(enum.StrEnum):
     STORAGE = "storage thread"
 
 
-class Cost(enum.StrEnum):
+class CallCost(enum.StrEnum):
     """What a call is charged if tokens per minute are limited."""
 
     NOTHING = "nothing"
@@ -64,7 +64,7 @@ class Method:
 
     pool: CallPool
     thread: WorkThread
-    cost: Cost = Cost.NOTHING
+    cost: CallCost = CallCost.NOTHING
     access: MethodAccess = MethodAccess.CALLER
     message_byte_limit: int | None = None
     """Longest request; None is `server.max_message_bytes`."""
@@ -88,10 +88,10 @@ class Method:
 
 _ENDLESS = frozenset((CallPool.WATCHES, CallPool.HEALTH))
 _DEADLINES_S = {
-    Cost.NOTHING: 60.0,
-    Cost.PROMPT: 600.0,
+    CallCost.NOTHING: 60.0,
+    CallCost.PROMPT: 600.0,
     # The longest output, at two tokens a second.
-    Cost.GENERATION: 4 * 3600.0,
+    CallCost.GENERATION: 4 * 3600.0,
 }
 _WHOLE_DISK_S = 24 * 3600.0
 """For reading or removing terabytes."""
@@ -99,8 +99,8 @@ _WHOLE_DISK_S = 24 * 3600.0
 _DOWNLOAD_S = 4 * 3600.0
 """For fetching and loading a model."""
 
-_GENERATION = Method(CallPool.WORK, WorkThread.INFERENCE, Cost.GENERATION)
-_COMMAND = Method(CallPool.COMMANDS, WorkThread.INFERENCE, Cost.PROMPT)
+_GENERATION = Method(CallPool.WORK, WorkThread.INFERENCE, CallCost.GENERATION)
+_COMMAND = Method(CallPool.COMMANDS, WorkThread.INFERENCE, CallCost.PROMPT)
 _COUNTERS = Method(CallPool.COMMANDS, WorkThread.INFERENCE, message_byte_limit=4 * KIB)
 _WHOLE_DISK = Method(
     CallPool.COMMANDS,
@@ -151,8 +151,8 @@ _HEALTH = Method(
 METHODS: Mapping[str, Method] = {
     "icehouse.v1.InferenceService/Generate": _GENERATION,
     "icehouse.v1.InferenceService/Stream": _GENERATION,
-    "icehouse.v1.InferenceService/Tokenize": Method(CallPool.WORK, WorkThread.TOKENIZER, Cost.PROMPT),
-    "icehouse.v1.InferenceService/Detokenize": Method(CallPool.WORK, WorkThread.TOKENIZER, Cost.PROMPT),
+    "icehouse.v1.InferenceService/Tokenize": Method(CallPool.WORK, WorkThread.TOKENIZER, CallCost.PROMPT),
+    "icehouse.v1.InferenceService/Detokenize": Method(CallPool.WORK, WorkThread.TOKENIZER, CallCost.PROMPT),
     # Covers all tenants.
     "icehouse.v1.InferenceService/CacheStats": dataclasses.replace(_COUNTERS, access=MethodAccess.OPERATOR),
     "icehouse.v1.CacheService/Explain": _COMMAND,
@@ -163,7 +163,7 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.CacheService/Evict": _COMMAND,
     "icehouse.v1.CacheService/EvictAll": dataclasses.replace(_WHOLE_DISK, thread=WorkThread.INFERENCE),
     "icehouse.v1.CacheService/Verify": _WHOLE_DISK,
-    "icehouse.v1.CacheService/Export": dataclasses.replace(_TRANSFER, cost=Cost.PROMPT),
+    "icehouse.v1.CacheService/Export": dataclasses.replace(_TRANSFER, cost=CallCost.PROMPT),
     "icehouse.v1.CacheService/Import": dataclasses.replace(_TRANSFER, message_byte_limit=_ARCHIVE_PART_BYTES),
     "icehouse.v1.ModelService/ListModels": _LOOKUP,
     "icehouse.v1.ModelService/GetModel": _LOOKUP,

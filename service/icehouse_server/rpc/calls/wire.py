@@ -78,7 +78,7 @@ def cancel_code(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedResponse:
     """A response that is already encoded: large responses are encoded piece by piece."""
 
     data: bytes
@@ -161,7 +161,7 @@ class _WatchedCall:
         return data
 
     def _write(self, serialize: Any, message: Any) -> bytes:
-        data: bytes = message.data if isinstance(message, Encoded) else serialize(message)
+        data: bytes = message.data if isinstance(message, EncodedResponse) else serialize(message)
         self._sent_bytes += len(data)
         return data
 

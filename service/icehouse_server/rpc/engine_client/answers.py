@@ -36,7 +36,7 @@ class Writable(Protocol):
     async def write(self, message: Any) -> None: ...
 
 
-class Answers:
+class CallAnswers:
     """One call's share of the memory for answers, until `close`."""
 
     def __init__(self, memory: FairShare, *, origin: str) -> None:
@@ -75,7 +75,7 @@ class Answers:
         self.hold(0)
 
 
-current: contextvars.ContextVar[Answers | None] = contextvars.ContextVar("answers", default=None)
+current: contextvars.ContextVar[CallAnswers | None] = contextvars.ContextVar("answers", default=None)
 """The answers of this task's call."""
 
 

@@ -12,7 +12,7 @@ from icehouse_server.domain.events import Delta, Event, Started
 from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import Cancelled, InvalidRequest, NotFound, Reason
-from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.access.caller import Caller, CallerRole
 from icehouse_server.rpc.engine_client.outbox import Outbox
 from icehouse_server.rpc.engine_client.seat import Seat, Seats
 
@@ -187,7 +187,7 @@ class OpenRequests:
 
     def visible_to(self, caller: Caller) -> tuple[ListedRequest, ...]:
         """Return the requests that a caller may see and end, except those that the engine has ended."""
-        is_operator = caller.role is Role.OPERATOR
+        is_operator = caller.role is CallerRole.OPERATOR
         visible = (r for r in self._open.values() if is_operator or r.first.tenant == caller.tenant)
         return tuple(request for request in visible if request.is_running)
 

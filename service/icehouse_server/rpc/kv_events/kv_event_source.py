@@ -16,7 +16,7 @@ from icehouse_server.domain.cache_commands import (
     BlockTokens,
     CacheAnswer,
     ContinueListing,
-    Listing,
+    ExportListing,
     ReadTokens,
 )
 from icehouse_server.domain.ids import DEFAULT_TENANT, BlockHash, Tenant
@@ -157,7 +157,7 @@ class LogFollower:
 
     def answer(self, question: Question, answer: CacheAnswer | IcehouseError) -> bool:
         """Apply the answer; return False if it is better to wait before the next question."""
-        if isinstance(answer, Listing):
+        if isinstance(answer, ExportListing):
             self._left_count = answer.left_count
         elif isinstance(answer, BlockTokens):
             self._feed.publish(self._mirror.learn(answer.blocks))

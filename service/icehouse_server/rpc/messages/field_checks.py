@@ -21,7 +21,7 @@ from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, Tena
 from icehouse_server.domain.model import ModelInfo, ModelKind
 from icehouse_server.domain.request import CacheUse, LogprobsWanted
 from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason, clipped
-from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.access.caller import Caller, CallerRole
 from icehouse_server.rpc.messages.proto_map import enum_of
 
 RunMessage = (
@@ -201,7 +201,7 @@ def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
         return Tenant(proto.tenant) if proto.tenant else DEFAULT_TENANT
     if not proto.tenant or proto.tenant == caller.tenant:
         return caller.tenant
-    if caller.role is Role.OPERATOR:
+    if caller.role is CallerRole.OPERATOR:
         return Tenant(proto.tenant)
     raise Forbidden(
         Reason.TENANT_FORBIDDEN,
@@ -219,7 +219,7 @@ def shared_tenant_of(
     _check_tenant(name, field="cache.shared_prefix_name")
     if not name:
         return None
-    if caller.role is not Role.OPERATOR:
+    if caller.role is not CallerRole.OPERATOR:
         granted = grants.get(name, frozenset())
         if granted is not None and caller.tenant not in granted:
             raise Forbidden(

@@ -21,16 +21,16 @@ from icehouse_server.domain.chat import PromptChange
 from icehouse_server.domain.events import (
     CacheReport,
     Delta,
-    Divergence,
     Event,
     Finished,
     PrefillProgress,
+    PromptDivergence,
     Started,
     Usage,
 )
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import SpeculationLimit, TokenLogprobs
-from icehouse_server.rpc.access.tenants import Account, Tenants
+from icehouse_server.rpc.access.tenants import TenantAccount, Tenants
 from icehouse_server.rpc.engine_client.engine_cache import CommandProgress
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto, fill, to_proto
 
@@ -68,7 +68,9 @@ def cache_report_proto(report: CacheReport, notes: ReportNotes = NO_NOTES) -> us
     )
 
 
-def _divergence_proto(divergence: Divergence | None, text: Spell | None) -> usage_pb2.PrefixDivergence | None:
+def _divergence_proto(
+    divergence: PromptDivergence | None, text: Spell | None
+) -> usage_pb2.PrefixDivergence | None:
     if divergence is None or text is None:
         return None
     prompt_id, cached_id = divergence.prompt_token_id, divergence.cached_token_id
@@ -230,7 +232,7 @@ def verify_progress(now: CommandProgress[VerifyReport]) -> cache_service_pb2.Ver
 
 
 def tenant_stats_protos(
-    tenants: Tenants, accounts: Iterable[Account], caches: Iterable[CacheStats]
+    tenants: Tenants, accounts: Iterable[TenantAccount], caches: Iterable[CacheStats]
 ) -> Iterator[tenant_stats_pb2.TenantStats]:
     """Yield one message for each account, with its share of the caches of all models."""
     shares: dict[Tenant, TenantShare] = {}

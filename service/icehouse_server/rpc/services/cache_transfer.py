@@ -20,9 +20,9 @@ from icehouse.v1 import cache_service_pb2 as messages
 from icehouse_server.domain.blocks import BlockHeader, HostBlock, TokenKeys, block_hash, join_keys, root_hash
 from icehouse_server.domain.cache_commands import (
     AdoptBlock,
-    Adoption,
     AdoptionRefusal,
     BeginImport,
+    BlockAdoption,
     BlockContent,
     ExportBlock,
     ExportBlocks,
@@ -323,7 +323,9 @@ class _Adoption:
             self._refused[AdoptionRefusal.DAMAGED] += 1
             return
         # Wait while other models' blocks fill the write queue, but not forever for a disk that hangs.
-        answer = await self._transfer.patiently(self._commands, command, Adoption, try_count=_ADOPT_TRY_COUNT)
+        answer = await self._transfer.patiently(
+            self._commands, command, BlockAdoption, try_count=_ADOPT_TRY_COUNT
+        )
         if answer.refusal is not None:
             self._refused[answer.refusal] += 1
             return

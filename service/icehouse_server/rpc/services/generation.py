@@ -23,7 +23,7 @@ from icehouse_server.domain.response_format import Grammar, JsonObject, JsonSche
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Cancelled, InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.tenants import Stay, Tenants
+from icehouse_server.rpc.access.tenants import TenantRequest, Tenants
 from icehouse_server.rpc.calls.call_lifecycle import RpcCall, RpcCalls
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
@@ -50,7 +50,7 @@ from icehouse_server.rpc.messages.field_checks import (
 from icehouse_server.rpc.messages.options import spellings
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
 from icehouse_server.rpc.messages.responses import ReportNotes
-from icehouse_server.rpc.services.observation import Observation
+from icehouse_server.rpc.services.observation import CallObservation
 from icehouse_server.rpc.services.prepared import KnownReplies, Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
     PromptReader,
@@ -393,7 +393,7 @@ class ServiceParts:
     clock: Clock
     calls: RpcCalls
     seats: Seats
-    observation: Observation
+    observation: CallObservation
     prompts: PromptReader
     generation: Generation
     draw_seed: Callable[[], int]
@@ -486,7 +486,7 @@ def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Rp
 
 
 async def _events(
-    outboxes: Outboxes, stays: Sequence[Stay], opened: OpenRequest, call: RpcCall
+    outboxes: Outboxes, stays: Sequence[TenantRequest], opened: OpenRequest, call: RpcCall
 ) -> AsyncIterator[tuple[int, Event]]:
     while not outboxes.ended:
         index, event = await outboxes.take()

@@ -18,7 +18,7 @@ from icehouse_server.domain.ids import DEFAULT_TENANT
 from icehouse_server.domain.request import SentImages
 from icehouse_server.domain.sampling import SEED_RANGE
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
-from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.calls.wire import EncodedResponse
 from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.messages.field_checks import (
     check_adapter,
@@ -52,7 +52,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
 
     async def Generate(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context
-    ) -> Encoded:
+    ) -> EncodedResponse:
         async with self._calls.call(context, _operation_of(request)) as call:
             prepared = await self.prepare(request, call)
             replies, total = prepared.new_replies(), ReplySum(completion_count=prepared.completion_count)
@@ -228,7 +228,9 @@ class ReplySum:
                 case "finished":
                     self._outputs[response.finished.completion_index].finished = response.finished
 
-    def response(self, caches: Iterable[usage_pb2.CacheReport], *, lists_completions: bool) -> Encoded:
+    def response(
+        self, caches: Iterable[usage_pb2.CacheReport], *, lists_completions: bool
+    ) -> EncodedResponse:
         """Return the GenerateResponse, after each `finished` was added; `caches` is what each completion
         reused."""
         completions = [
@@ -242,7 +244,7 @@ class ReplySum:
         if lists_completions:
             for completion, output in zip(completions, self._outputs, strict=True):
                 parts += _completion_field(completion.SerializeToString(), bytes(output.logprobs))
-        return Encoded(b"".join(parts))
+        return EncodedResponse(b"".join(parts))
 
     def _add(self, delta: inference.Delta) -> None:
         self._outputs[delta.completion_index].add(delta)

@@ -21,15 +21,15 @@ from icehouse_server.domain.stats import (
     SampleRates,
     ServerStats,
     ServerStatus,
-    Snapshot,
+    StatsSnapshot,
 )
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.access.caller import Caller, CallerRole
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Trailers
 from icehouse_server.rpc.calls.watchers import AccessLog, SlowRequests, Telemetry
-from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
+from icehouse_server.rpc.calls.wire import EncodedResponse, WireInterceptor
 from icehouse_server.rpc.engine_client.seat import PATIENCE_S, Counters, Seat, Seats
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import tenant_stats_protos
@@ -39,7 +39,7 @@ BLOCK_LIMIT = 1024
 """Number of blocks to ask for: a millisecond of the engine's time (2-core x86)."""
 
 
-class Observation:
+class CallObservation:
     """Reports ended calls to all watchers and samples the engine's counters, so that metrics and load reports
     need not ask the engine. Owned by the event loop; any thread may read `latest`."""
 
@@ -60,14 +60,14 @@ class Observation:
         self.tenants = tenants
         self._counters: Mapping[str, Counters] = {}
         """The last ones that a caller asked for."""
-        self._encoded: dict[Tenant | None, Encoded] = {}
+        self._encoded: dict[Tenant | None, EncodedResponse] = {}
         """The encoded answers with these counters, by tenant; None for callers who see everything."""
         self.interval_s = telemetry.sample_interval_s or 1.0
         """Also how long the engine may take to answer. Without an interval in settings nothing is sampled."""
-        self.latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
+        self.latest = StatsSnapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
         """The last sample, a frozen value: other threads can read it without a lock."""
         self._task: asyncio.Task[None] | None = None
-        self._reported: Snapshot | None = None
+        self._reported: StatsSnapshot | None = None
         self._load_report = b""
         """The report of that snapshot, encoded once for all calls."""
         self._watchers: tuple[SlowRequests | CallMetrics, ...] = (self._slow, *telemetry.calls)
@@ -122,14 +122,14 @@ class Observation:
                     answers = await self.ask()
         self.latest = self._snapshot(answers)
 
-    def _snapshot(self, answers: Mapping[str, Counters]) -> Snapshot:
+    def _snapshot(self, answers: Mapping[str, Counters]) -> StatsSnapshot:
         now, default = self._clock.monotonic(), self._seats.default_name
         last = {default: self.latest} if self.latest.models is None else self.latest.models
         models = {
             name: _snapshot_of(seat, last.get(name), answers.get(name), now)
             for name, seat in self._seats.loaded().items()
         }
-        found = models.get(default) or Snapshot(self._seats.state, heartbeat_age_s=0.0, sample_time=now)
+        found = models.get(default) or StatsSnapshot(self._seats.state, heartbeat_age_s=0.0, sample_time=now)
         return dataclasses.replace(
             found,
             state=self._seats.state,
@@ -140,7 +140,7 @@ class Observation:
             models=models if self._seats.are_several else None,
         )
 
-    async def answer(self, caller: Caller) -> Encoded:
+    async def answer(self, caller: Caller) -> EncodedResponse:
         """Return the encoded counters, one message for all callers who see the same; raises as `ask`.
 
         Only operators see those of the whole server: they would show one tenant what others do. The bytes are
@@ -152,12 +152,12 @@ class Observation:
         encoded = self._encoded.get(caller.scope)
         if encoded is None:
             message = server_service_pb2.WatchStatsResponse(stats=self._stats_of(counters, caller))
-            encoded = self._encoded[caller.scope] = Encoded(message.SerializeToString())
+            encoded = self._encoded[caller.scope] = EncodedResponse(message.SerializeToString())
         return encoded
 
     def _stats_of(self, counters: Mapping[str, Counters], caller: Caller) -> server_service_pb2.ServerStats:
         engine, cache = counters.get(self._seats.default_name) or (None, None)
-        is_operator = caller.role is Role.OPERATOR
+        is_operator = caller.role is CallerRole.OPERATOR
         stats = ServerStats(
             collect_time=self._clock.wall(),
             engine=engine if is_operator else None,
@@ -213,11 +213,13 @@ class Observation:
         return self._seats.loaded().get(self._seats.default_name)
 
 
-def _snapshot_of(seat: Seat, last: Snapshot | None, answer: Counters | None, now: float) -> Snapshot:
+def _snapshot_of(
+    seat: Seat, last: StatsSnapshot | None, answer: Counters | None, now: float
+) -> StatsSnapshot:
     """Return a model's sample; counters stay those of its `last` one if the engine did not answer."""
-    last = last or Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=now)
+    last = last or StatsSnapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=now)
     engine, cache = answer or (last.engine, last.cache)
-    return Snapshot(
+    return StatsSnapshot(
         state=seat.router.state,
         heartbeat_age_s=max(0.0, now - seat.engine.heartbeat_time),
         sample_time=now if answer is not None else last.sample_time,
@@ -228,7 +230,7 @@ def _snapshot_of(seat: Seat, last: Snapshot | None, answer: Counters | None, now
     )
 
 
-def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> SampleRates:
+def _rates(last: StatsSnapshot, engine: EngineStats | None, now: float) -> SampleRates:
     elapsed_s = now - last.sample_time
     if last.engine is None or engine is None or elapsed_s <= 0:
         return SampleRates()
@@ -242,7 +244,7 @@ def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> SampleRate
 TRAILER_KEY = "endpoint-load-metrics-bin"
 
 
-def report_of(snapshot: Snapshot) -> load_report_pb2.LoadReport:
+def report_of(snapshot: StatsSnapshot) -> load_report_pb2.LoadReport:
     """Return the report of a snapshot with counters."""
     engine, cache = snapshot.engine, snapshot.cache
     assert engine is not None, "no counters yet"

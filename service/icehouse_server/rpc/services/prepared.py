@@ -106,8 +106,8 @@ class Prepared:
     def _is_greedy(self) -> bool:
         return self.request.sampling.temperature == 0.0
 
-    def new_replies(self) -> Replies:
-        return Replies([self._new_reply(request) for request in self.completions])
+    def new_replies(self) -> ReplyStream:
+        return ReplyStream([self._new_reply(request) for request in self.completions])
 
     def _new_reply(self, request: GenerationRequest) -> ReplyMessages:
         info = self.model.info
@@ -143,7 +143,7 @@ _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 """Reasons that mean an output was cut off."""
 
 
-class Replies:
+class ReplyStream:
     """Turns the events of all completions of a request into the messages of one stream."""
 
     def __init__(self, replies: Sequence[ReplyMessages]) -> None:

@@ -14,7 +14,7 @@ from icehouse.v1 import server_service_pb2_grpc
 from icehouse_server.config import Config
 from icehouse_server.domain.model import EngineState
 from icehouse_server.rpc.calls.call_lifecycle import Context
-from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.calls.wire import EncodedResponse
 from icehouse_server.rpc.engine_client.open_requests import ListedRequest
 from icehouse_server.rpc.messages.field_checks import (
     TOP_LOGPROB_COUNT_LIMIT,
@@ -55,7 +55,7 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
 
     async def GetStats(  # type: ignore[override]
         self, request: messages.GetStatsRequest, context: Context
-    ) -> Encoded:
+    ) -> EncodedResponse:
         async with self._calls.call(context) as call:
             return await self._observation.answer(call.caller)
 

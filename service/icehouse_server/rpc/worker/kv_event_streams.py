@@ -26,7 +26,7 @@ from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.access.shares import RateLimit
-from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.calls.wire import EncodedResponse
 from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved, BlockStored, KvBatch, KvEvent
 from icehouse_server.rpc.kv_events.event_feed import Subscription
 from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
@@ -45,7 +45,7 @@ _ENCODED_COUNT_LIMIT = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reader:
+class EventReader:
     """What the encoding of a batch depends on: who reads it."""
 
     own: Tenant
@@ -78,14 +78,14 @@ class KvEventStreams:
 
     def subscribe(
         self, request: common.SubscribeKvEventsRequest, caller: Caller, load: Load
-    ) -> AsyncGenerator[Encoded, None]:
+    ) -> AsyncGenerator[EncodedResponse, None]:
         """Return the batches until the engine stops serving. Raises EventsExpired; the iterator raises
         EventsLost.
 
         EventsExpired is raised before anything is sent: a gateway that has the headers believes that it is
         subscribed, and unless the stream ends with DATA_LOSS, it returns with the same number.
         """
-        reader = Reader(
+        reader = EventReader(
             own=DEFAULT_TENANT if caller.tenant is None else caller.tenant,
             sees_all_tokens=caller.tenant is None or self.operators_see_tokens,
             scope=caller.scope,
@@ -100,12 +100,12 @@ class KvEventStreams:
     async def _batches(
         self,
         subscription: Subscription,
-        reader: Reader,
+        reader: EventReader,
         load: Load,
         *,
         number: int,
         delay_s: float,
-    ) -> AsyncGenerator[Encoded, None]:
+    ) -> AsyncGenerator[EncodedResponse, None]:
         source = self._source
         await self._sleep(delay_s)
         records = LoadRecords(functools.partial(self._load_of, reader.scope, load))
@@ -126,7 +126,7 @@ class KvEventStreams:
                 message = common.KvEventBatch(
                     sequence_number=number, timestamp=source.clock.wall(), load=heartbeat
                 )
-                yield Encoded(message.SerializeToString())
+                yield EncodedResponse(message.SerializeToString())
             sent_time = source.clock.monotonic()
 
     def _load_of(self, scope: Tenant | None, read: Load) -> worker.SchedulerLoad:
@@ -138,7 +138,7 @@ class KvEventStreams:
             self._loads[scope] = (now, load)
         return load
 
-    def _encoded(self, batch: KvBatch, reader: Reader, load: common.EngineLoad) -> Encoded:
+    def _encoded(self, batch: KvBatch, reader: EventReader, load: common.EngineLoad) -> EncodedResponse:
         """Return a batch with the load; the batch is encoded once for all equal readers."""
         key = (reader, batch.sequence_number, batch.snapshot)
         data = self._encoded_batches.pop(key, None)
@@ -149,10 +149,10 @@ class KvEventStreams:
                 self._encoded_batches.popitem(last=False)
         self._encoded_batches[key] = data
         # The encoded fields of one message may simply be concatenated.
-        return Encoded(data + common.KvEventBatch(load=load).SerializeToString())
+        return EncodedResponse(data + common.KvEventBatch(load=load).SerializeToString())
 
 
-def batch_proto(batch: KvBatch, reader: Reader) -> common.KvEventBatch:
+def batch_proto(batch: KvBatch, reader: EventReader) -> common.KvEventBatch:
     """Return a batch for this reader, without the load."""
     message = common.KvEventBatch(
         sequence_number=batch.sequence_number,
@@ -166,7 +166,7 @@ def batch_proto(batch: KvBatch, reader: Reader) -> common.KvEventBatch:
     return message
 
 
-def _event_proto(event: KvEvent, reader: Reader) -> common.KvCacheEvent:
+def _event_proto(event: KvEvent, reader: EventReader) -> common.KvCacheEvent:
     if isinstance(event, BlockStored):
         return common.KvCacheEvent(stored=_stored_proto(event, reader))
     if isinstance(event, BlockRemoved):
@@ -176,7 +176,7 @@ def _event_proto(event: KvEvent, reader: Reader) -> common.KvCacheEvent:
     return common.KvCacheEvent(cleared=common.KvCacheCleared())
 
 
-def _stored_proto(event: BlockStored, reader: Reader) -> common.KvBlocksStored:
+def _stored_proto(event: BlockStored, reader: EventReader) -> common.KvBlocksStored:
     block, (tier, medium) = event.block, _TIERS[event.tier]
     proto_block = common.KvBlock(block_hash=block.hash, block_size=block.token_count)
     if reader.sees_all_tokens or block.scope.tenant == reader.own:

@@ -30,7 +30,7 @@ from icehouse_server.domain.request import GenerationRequest, Logprob, TokenLogp
 from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
 from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
-from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.calls.wire import EncodedResponse
 from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.messages.field_checks import check_count
@@ -83,7 +83,7 @@ class VllmEngineService(Service):
         self._start_time = parts.clock.monotonic()
         self._request_times: dict[Tenant | None, float] = {}
         """When each tenant last sent a request; callers without credentials count as one."""
-        self._archive: asyncio.Future[tuple[Encoded, ...]] | None = None
+        self._archive: asyncio.Future[tuple[EncodedResponse, ...]] | None = None
         """The archive's messages, made once for all callers."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -251,7 +251,7 @@ class VllmEngineService(Service):
             for chunk in await self._read_archive():
                 await timer.write(context, chunk)
 
-    async def _read_archive(self) -> tuple[Encoded, ...]:
+    async def _read_archive(self) -> tuple[EncodedResponse, ...]:
         """Return the archive's messages, made at the first call; concurrent calls wait for the same ones."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.ensure_future(
@@ -299,14 +299,14 @@ class VllmEngineService(Service):
     StopProfile = StartProfile
 
 
-def archive_chunks(archive: TokenizerArchive) -> tuple[Encoded, ...]:
+def archive_chunks(archive: TokenizerArchive) -> tuple[EncodedResponse, ...]:
     """Return an archive's messages in order, the last one with its digest."""
     starts = range(0, len(archive.data), ARCHIVE_CHUNK_BYTES)
     chunks = [
         common.GetTokenizerChunk(data=archive.data[start : start + ARCHIVE_CHUNK_BYTES]) for start in starts
     ]
     chunks[-1].sha256 = archive.sha256_hex
-    return tuple(Encoded(chunk.SerializeToString()) for chunk in chunks)
+    return tuple(EncodedResponse(chunk.SerializeToString()) for chunk in chunks)
 
 
 def _unsupported(what: str) -> NoReturn:

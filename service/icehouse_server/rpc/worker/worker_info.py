@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.model import ModelInfo, ModelKind
-from icehouse_server.domain.stats import Snapshot, TenantUse
+from icehouse_server.domain.stats import StatsSnapshot, TenantUse
 from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
@@ -100,7 +100,7 @@ def server_info_proto(
 
 
 def load_proto(
-    queues: TenantUse, parts: WorkerParts, snapshot: Snapshot | None, *, waiting_token_count: int
+    queues: TenantUse, parts: WorkerParts, snapshot: StatsSnapshot | None, *, waiting_token_count: int
 ) -> worker.SchedulerLoad:
     """Return how busy the server is: current queues, and the rest from the last sample.
 

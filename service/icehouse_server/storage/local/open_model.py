@@ -23,7 +23,7 @@ from icehouse_server.storage.storage_settings import StorageSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Order:
+class TierOrder:
     """Work that waits, or is done piece by piece."""
 
     ticket: Ticket[Any]
@@ -61,9 +61,9 @@ class OpenModel:
         self.changed_code: tuple[str, ...] = ()
         self.last_verified: BlockHash | None = None
         """The last verified block; blocks are verified in hash order."""
-        self.orders: collections.deque[Order] = collections.deque()
-        self.checks: collections.deque[Order] = collections.deque()
-        self.adoptions: collections.deque[Order] = collections.deque()
+        self.orders: collections.deque[TierOrder] = collections.deque()
+        self.checks: collections.deque[TierOrder] = collections.deque()
+        self.adoptions: collections.deque[TierOrder] = collections.deque()
         self.stats_tickets: list[Ticket[CacheStats]] = []
         """Requests for the counters: all get the same copy."""
         self._parts: Iterator[Inventory] = iter(())

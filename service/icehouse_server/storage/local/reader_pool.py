@@ -22,16 +22,16 @@ from typing import Any
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.storage.api import (
     AnyTicket,
-    Failure,
+    BlocksLoaded,
     KvTarget,
     LayoutMismatch,
-    Loaded,
     LoadedBlock,
     Names,
     PlannedBlock,
+    StorageFailure,
     Ticket,
 )
 from icehouse_server.storage.files import Files
@@ -129,7 +129,7 @@ class ReadReport:
     """Report of a finished read to the storage thread, which counts it and frees its place in the queue."""
 
     block_count: int = 0
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[StorageFailure, ...] = ()
     read_bytes: int = 0
     rates: ReadRates = NO_RATES
 
@@ -171,7 +171,7 @@ class ReadJob:
         self.meters = [ReadMeter(clock.monotonic) for _ in blocks]
         """What each block's reader did."""
         self.read_bytes = [0] * len(blocks)
-        self.results: list[LoadedBlock | Failure | None] = [None] * len(blocks)
+        self.results: list[LoadedBlock | StorageFailure | None] = [None] * len(blocks)
         self.countdown = collections.deque(range(len(blocks)))
         """One number for each block to finish; the reader that pops 0 is the last."""
 
@@ -350,9 +350,9 @@ class ReaderPool:
         )
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
         checksum = None
-        failed: tuple[Damage, str] | None = None
+        failed: tuple[BlockDamage, str] | None = None
         try:
-            if not (job.is_abandoned or isinstance(job.results[0], Failure)):
+            if not (job.is_abandoned or isinstance(job.results[0], StorageFailure)):
                 with open_block(self._files, path, planned, cipher=self._cipher) as (descriptor, file):
                     checksum = file.header_checksum
                     if index == 0:
@@ -370,14 +370,14 @@ class ReaderPool:
         except BlockFileError as error:
             failed = error.damage, str(error)
         except LayoutMismatch as error:
-            failed = Damage.LAYOUT, str(error)
+            failed = BlockDamage.LAYOUT, str(error)
         except MemoryError:
-            failed = Damage.MEMORY, "No memory to read it into"
+            failed = BlockDamage.MEMORY, "No memory to read it into"
         except OSError as error:
             # Only closing can raise it here, after the bytes were read: the medium is not to be trusted.
-            failed = Damage.IO, f"{path}: {error}"
+            failed = BlockDamage.IO, f"{path}: {error}"
         if failed is not None:
-            job.results[index] = Failure(*failed, planned.header.hash, checksum)
+            job.results[index] = StorageFailure(*failed, planned.header.hash, checksum)
         limiter.end()
         job.busy_s[index] = self._clock.monotonic() - began_s - limiter.paused_s
         if not job.is_shared or job.countdown.pop() == 0:
@@ -394,7 +394,7 @@ class ReaderPool:
 
     def _answer(self, job: ReadJob) -> None:
         job.target = None
-        failures = tuple(result for result in job.results if isinstance(result, Failure))
+        failures = tuple(result for result in job.results if isinstance(result, StorageFailure))
         if job.is_abandoned:
             # Damage is reported nevertheless.
             self._finish(job, None, ReadReport(failures=failures))
@@ -406,7 +406,7 @@ class ReaderPool:
         busy_s = sum(job.busy_s) / reader_count
         rate = self._rate.add(read_bytes / busy_s) if busy_s and read_bytes else self._rate.value
         failure = failures[0] if failures else None
-        outcome = Loaded(loaded, read_bytes, rate, failure) if loaded else failure
+        outcome = BlocksLoaded(loaded, read_bytes, rate, failure) if loaded else failure
         self._finish(
             job, outcome, ReadReport(len(loaded), failures, read_bytes, _rates_of(job.meters, reader_count))
         )
@@ -422,7 +422,7 @@ def _rates_of(meters: Sequence[ReadMeter], reader_count: int) -> ReadRates:
     )
 
 
-def _leading_blocks(results: Sequence[LoadedBlock | Failure | None]) -> Iterator[LoadedBlock]:
+def _leading_blocks(results: Sequence[LoadedBlock | StorageFailure | None]) -> Iterator[LoadedBlock]:
     """Yield the blocks before the first one that was not read."""
     for result in results:
         if not isinstance(result, LoadedBlock):

@@ -17,22 +17,22 @@ from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.pins import NOT_PINNED, pin_end_time
-from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Persisted, Ticket
+from icehouse_server.storage.api import OVERHEAD_BYTES, BlockPersisted, StorageFailure, Ticket
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
 from icehouse_server.storage.local.block_format.block_file import PreparedBlock, prepare_block
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES
-from icehouse_server.storage.local.directory.space import Reclaim
+from icehouse_server.storage.local.directory.space import SpaceReclaim
 from icehouse_server.storage.local.directory.store import BlockStore, Writing
 from icehouse_server.storage.local.open_model import OpenModel
 from icehouse_server.storage.local.storage_state import StorageState, StoreStatus
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Spill:
+class BlockSpill:
     """A block to persist. Its outcome frees its bytes in the queue."""
 
     model: OpenModel
-    ticket: Ticket[Persisted]
+    ticket: Ticket[BlockPersisted]
     block: HostBlock
     request_id: RequestId | None
     """The request that made the block leave RAM."""
@@ -48,14 +48,14 @@ class Spiller:
         store: BlockStore,
         state: StorageState,
         *,
-        finish: Callable[[OpenModel, Ticket[Persisted], Persisted | Failure], None],
+        finish: Callable[[OpenModel, Ticket[BlockPersisted], BlockPersisted | StorageFailure], None],
     ) -> None:
         self._store = store
         self._state = state
         self._clock = store.clock
         self._finish_ticket = finish
         self._rate = MovingAverage()
-        self._spills: collections.deque[Spill] = collections.deque()
+        self._spills: collections.deque[BlockSpill] = collections.deque()
         self._prepared: PreparedBlock | None = None
         self._writings: collections.deque[Writing] = collections.deque()
         """The files of the first and perhaps the second spill in the queue."""
@@ -65,16 +65,16 @@ class Spiller:
     def __len__(self) -> int:
         return len(self._spills)
 
-    def add(self, request: Spill) -> None:
+    def add(self, request: BlockSpill) -> None:
         request.model.counts.spill.accepted_block_total += 1
         self._spills.append(request)
 
-    def refuse(self, request: Spill) -> None:
+    def refuse(self, request: BlockSpill) -> None:
         """Drop a block for which nothing could be reserved."""
         model, cause = request.model, SpillDropCause.NO_CREDIT
         model.counts.spill.accepted_block_total += 1
         model.counts.drops[cause] += 1
-        self._finish_ticket(model, request.ticket, Failure(cause, hash=request.block.header.hash))
+        self._finish_ticket(model, request.ticket, StorageFailure(cause, hash=request.block.header.hash))
 
     def pin(self, hashes: Collection[BlockHash], end_time: float) -> set[BlockHash]:
         """Pin or unpin the queued ones among these blocks, and return their names."""
@@ -120,7 +120,7 @@ class Spiller:
         while (spill := next((each for each in self._spills if each.model is model), None)) is not None:
             self._drop(spill, cause)
 
-    def _finish_stored(self, spill: Spill) -> None:
+    def _finish_stored(self, spill: BlockSpill) -> None:
         """Finish the first spill, which is stored already; pin the block if requested."""
         name = spill.block.header.hash
         if spill.pin_end_time != NOT_PINNED:
@@ -132,12 +132,12 @@ class Spiller:
         stored = self._store.index.get(name)
         assert stored is not None, name.hex()
         spill.model.counts.drops[SpillDropCause.DUPLICATE] += 1
-        self._finish(spill, Persisted(stored))
+        self._finish(spill, BlockPersisted(stored))
 
     def _prepare(self, block: HostBlock) -> PreparedBlock:
         return prepare_block(block, cipher=self._store.cipher, has_planes=self._state.codec.has_planes)
 
-    def _write(self, spill: Spill, prepared: PreparedBlock) -> None:
+    def _write(self, spill: BlockSpill, prepared: PreparedBlock) -> None:
         size_bytes = prepared.file_bytes
         if not self._store.space.can_ever_fit(size_bytes):
             self._drop(spill, SpillDropCause.DISK_FULL)
@@ -147,13 +147,13 @@ class Spiller:
             return
         try:
             reclaimed = self._store.make_space(size_bytes)
-            if reclaimed is Reclaim.READY:
+            if reclaimed is SpaceReclaim.READY:
                 self._writings.append(self._store.begin(prepared))
         except (OSError, sqlite3.Error) as error:
             # If rows could not be deleted, no block was evicted.
             self._refused(spill, error, size_bytes)
             return
-        if reclaimed is Reclaim.FULL:
+        if reclaimed is SpaceReclaim.FULL:
             self._drop(spill, SpillDropCause.DISK_FULL)
 
     def _write_ahead(self) -> None:
@@ -192,9 +192,9 @@ class Spiller:
         counts = spill.model.counts.spill
         counts.persisted_block_total += 1
         counts.persisted_byte_total += record.file_bytes
-        self._finish(spill, Persisted(record, spill.request_id, writing.start_time, now - writing.began))
+        self._finish(spill, BlockPersisted(record, spill.request_id, writing.start_time, now - writing.began))
 
-    def _refused(self, spill: Spill, error: OSError | sqlite3.Error, size_bytes: int) -> None:
+    def _refused(self, spill: BlockSpill, error: OSError | sqlite3.Error, size_bytes: int) -> None:
         """Free space on a full disk; on a broken disk, drop the first spill and raise."""
         if not self._is_full(error):
             self._drop(spill, SpillDropCause.WRITE_FAILED)
@@ -224,11 +224,11 @@ class Spiller:
             return self._store.ballast.is_disk_full()
         return kind is DiskErrorKind.FULL
 
-    def _drop(self, spill: Spill, cause: SpillDropCause) -> None:
+    def _drop(self, spill: BlockSpill, cause: SpillDropCause) -> None:
         spill.model.counts.drops[cause] += 1
-        self._finish(spill, Failure(cause, self._state.detail, spill.block.header.hash))
+        self._finish(spill, StorageFailure(cause, self._state.detail, spill.block.header.hash))
 
-    def _finish(self, spill: Spill, outcome: Persisted | Failure) -> None:
+    def _finish(self, spill: BlockSpill, outcome: BlockPersisted | StorageFailure) -> None:
         model, ticket, size_bytes = spill.model, spill.ticket, spill.block.size_bytes + OVERHEAD_BYTES
         if spill is self._spills[0]:
             self._prepared = None

@@ -20,26 +20,26 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import StartError
 from icehouse_server.storage.api import (
-    Evicted,
-    Failure,
+    BlockPersisted,
+    BlocksEvicted,
+    BlocksPurged,
     Inventory,
     LearnedRates,
     Names,
-    Persisted,
-    Purged,
     StorageClosed,
+    StorageFailure,
+    StorageTrouble,
     Ticket,
-    Trouble,
 )
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.local.directory.store import BlockStore
-from icehouse_server.storage.local.open_model import OpenModel, OpenModels, Order
+from icehouse_server.storage.local.open_model import OpenModel, OpenModels, TierOrder
 from icehouse_server.storage.local.reader_pool import ReadReport
 from icehouse_server.storage.local.spiller import Spiller
 from icehouse_server.storage.local.storage_state import StorageState, StoreStatus, note_damage
@@ -299,18 +299,18 @@ class StorageLoop:
         """Queue an order, to be done after the spills accepted before it. A check removes no sound block and
         may take very long; other orders do not wait for it."""
         orders = model.checks if is_check else model.orders
-        orders.append(Order(ticket, work, model.counts.spill.accepted_block_total))
+        orders.append(TierOrder(ticket, work, model.counts.spill.accepted_block_total))
 
     def adopt(
         self,
         model: OpenModel,
         ticket: Ticket[Any],
-        work: Generator[None, None, Persisted | Purged | Failure],
+        work: Generator[None, None, BlockPersisted | BlocksPurged | StorageFailure],
         path: str,
     ) -> None:
         """Adopt a block's file, which is removed if that fails, or remove an adopted block. A request waits
         for this, so it waits for no spill."""
-        model.adoptions.append(Order(ticket, work, spill_count=0, path=path))
+        model.adoptions.append(TierOrder(ticket, work, spill_count=0, path=path))
         if model not in self._model_turns:
             self._give_up_orders(model)
 
@@ -344,13 +344,13 @@ class StorageLoop:
                 note_damage(model.counts.integrity, failure)
                 name = failure.hash.hex() if failure.hash is not None else ""
                 _log.warning(
-                    "block_not_read" if failure.cause is Damage.MEMORY else "block_retired",
+                    "block_not_read" if failure.cause is BlockDamage.MEMORY else "block_retired",
                     extra={"block": name, "cause": failure.cause.value, "detail": failure.detail},
                 )
                 if self.state.is_usable:
                     self.store.retire(failure)
 
-    def _step_order(self, model: OpenModel, orders: collections.deque[Order]) -> bool:
+    def _step_order(self, model: OpenModel, orders: collections.deque[TierOrder]) -> bool:
         """Do a piece of the first order; False if there is none, or spills before it are not finished."""
         if not orders or model.counts.finished_spill_total < orders[0].spill_count:
             return False
@@ -374,17 +374,17 @@ class StorageLoop:
                 self._remove_file(orders[0])
                 self._finish_order(model, orders, self._unusable())
 
-    def _remove_file(self, given_up: Order) -> None:
+    def _remove_file(self, given_up: TierOrder) -> None:
         if given_up.path:
             self.store.extras.remove(given_up.path)
 
-    def _finish_order(self, model: OpenModel, orders: collections.deque[Order], outcome: Any) -> None:
+    def _finish_order(self, model: OpenModel, orders: collections.deque[TierOrder], outcome: Any) -> None:
         if orders is not model.adoptions:
             model.order_queue.release(1)
         self._finish(model, orders.popleft().ticket, outcome)
 
-    def _unusable(self) -> Failure:
-        return Failure(Trouble.UNUSABLE, self.state.detail)
+    def _unusable(self) -> StorageFailure:
+        return StorageFailure(StorageTrouble.UNUSABLE, self.state.detail)
 
     def _send_stats(self) -> None:
         for model in self._model_turns:
@@ -473,9 +473,9 @@ class StorageLoop:
         for fingerprint, gone in self.store.take_gone().items():
             model = self.models.get(fingerprint)
             if model in self._model_turns:
-                model.send(Evicted(tuple(gone)))
+                model.send(BlocksEvicted(tuple(gone)))
 
-    def _finish(self, model: OpenModel, ticket: Ticket[_Result], outcome: _Result | Failure) -> None:
+    def _finish(self, model: OpenModel, ticket: Ticket[_Result], outcome: _Result | StorageFailure) -> None:
         """Post a ticket with its outcome, after announcing which blocks left the disk: one may be stored
         again under its name, and the engine must forget blocks before it reports that they are gone."""
         self._announce_gone()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.domain.cache_stats import IntegrityStats
-from icehouse_server.storage.api import Failure
+from icehouse_server.storage.api import StorageFailure
 from icehouse_server.storage.local.codec_choice import CodecChoice, try_decoder
 from icehouse_server.storage.storage_settings import StorageSettings
 
@@ -115,16 +115,16 @@ class StorageState:
         self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
 
 
-def note_damage(integrity: IntegrityStats, failure: Failure) -> None:
+def note_damage(integrity: IntegrityStats, failure: StorageFailure) -> None:
     """Count a block that a load or `verify` could not use."""
     match failure.cause:
-        case Damage.CHECKSUM:
+        case BlockDamage.CHECKSUM:
             integrity.checksum_failure_total += 1
-        case Damage.MISMATCH | Damage.HEADER | Damage.LAYOUT | Damage.OTHER_ABI:
+        case BlockDamage.MISMATCH | BlockDamage.HEADER | BlockDamage.LAYOUT | BlockDamage.OTHER_ABI:
             integrity.header_mismatch_total += 1
-        case Damage.MISSING | Damage.TRUNCATED | Damage.IO:
+        case BlockDamage.MISSING | BlockDamage.TRUNCATED | BlockDamage.IO:
             integrity.missing_file_total += 1
-        case Damage.AUTH_TAG:
+        case BlockDamage.AUTH_TAG:
             integrity.seal_failure_total += 1
         case _:
             pass  # the file is not at fault

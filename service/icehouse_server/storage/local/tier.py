@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock
+from icehouse_server.domain.blocks import BlockDamage, BlockHeader, HostBlock
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.pins import NOT_PINNED
@@ -20,16 +20,16 @@ from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
     STALL_LIMIT_S,
     AnyTicket,
-    Failure,
+    BlockPersisted,
+    BlocksLoaded,
+    BlocksPurged,
+    ChainFound,
     Fetched,
-    Found,
     KvTarget,
     LearnedRates,
-    Loaded,
     Names,
-    Persisted,
     PlannedBlock,
-    Purged,
+    StorageFailure,
     Ticket,
     Verified,
     WriteBudget,
@@ -37,11 +37,11 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.local.block_format.block_file import verify_block
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.local.directory.manifest import BlockRecord
-from icehouse_server.storage.local.directory.space import Reclaim
+from icehouse_server.storage.local.directory.space import SpaceReclaim
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.open_model import OpenModel
 from icehouse_server.storage.local.reader_pool import ReaderPool
-from icehouse_server.storage.local.spiller import Spill
+from icehouse_server.storage.local.spiller import BlockSpill
 from icehouse_server.storage.local.storage_loop import StorageLoop
 from icehouse_server.storage.local.storage_state import StorageState, note_damage
 
@@ -114,10 +114,10 @@ class LocalTier:
 
     def put(
         self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
-    ) -> Ticket[Persisted]:
+    ) -> Ticket[BlockPersisted]:
         size_bytes = block.size_bytes + OVERHEAD_BYTES
-        ticket: Ticket[Persisted] = Ticket()
-        spill = Spill(self._model, ticket, block, request_id, pin_end_time)
+        ticket: Ticket[BlockPersisted] = Ticket()
+        spill = BlockSpill(self._model, ticket, block, request_id, pin_end_time)
         # Not limited by its own share, which may have shrunk since the caller asked. If another model filled
         # the queue while this block was being copied, the block is dropped.
         if self._state.spill_queue.try_reserve(size_bytes):
@@ -127,7 +127,7 @@ class LocalTier:
             self._loop.send(partial(self._loop.spiller.refuse, spill))
         return ticket
 
-    def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
+    def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[BlocksLoaded] | None:
         assert blocks, "A load asks for no block"
         if not self._model.read_queue.try_reserve(1):
             return None
@@ -138,7 +138,7 @@ class LocalTier:
             return None
         return self._readers.submit(self._model, names=blocks)
 
-    def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
+    def find(self, blocks: Names, *, limit_s: float) -> Ticket[ChainFound] | None:
         """Return None: there is no store to ask."""
 
     def fetch(self, blocks: Names) -> Ticket[Fetched] | None:
@@ -153,7 +153,7 @@ class LocalTier:
     def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
         return self._order(lambda ticket: self._loop.pin(self._model, ticket, blocks, end_time))
 
-    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
+    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[BlocksPurged] | None:
         work = _purge(self._store, blocks)
         return self._order(lambda ticket: self._loop.begin(self._model, ticket, work))
 
@@ -203,7 +203,7 @@ class LocalTier:
         self._loop.send(partial(carry_out, ticket))
         return ticket
 
-    def _adopt(self, ticket: Ticket[Persisted], file: BlockFile, path: str) -> None:
+    def _adopt(self, ticket: Ticket[BlockPersisted], file: BlockFile, path: str) -> None:
         """Adopt the durable, verified file of a block, or remove it; any thread. The caller bounds how many
         at once."""
         work = _adopt(self._store, self._state, file, path)
@@ -221,7 +221,7 @@ class LocalTier:
 # Orders that may take long, done piece by piece. Each is a generator that returns its result.
 
 
-def _purge(store: BlockStore, names: Names) -> Generator[None, None, Purged]:
+def _purge(store: BlockStore, names: Names) -> Generator[None, None, BlocksPurged]:
     """Remove blocks in batches, pinned ones too: an order outranks a pin."""
     stored = [name for name in names if name in store.index]
     block_count = size_bytes = 0
@@ -236,18 +236,18 @@ def _purge(store: BlockStore, names: Names) -> Generator[None, None, Purged]:
             store.counts_of(record).tier.purged_block_total += 1
         block_count += len(batch)
         size_bytes += sum(record.file_bytes for record in batch)
-    return Purged(block_count, size_bytes)
+    return BlocksPurged(block_count, size_bytes)
 
 
 def _adopt(
     store: BlockStore, state: StorageState, file: BlockFile, partial: str
-) -> Generator[None, None, Persisted | Failure]:
+) -> Generator[None, None, BlockPersisted | StorageFailure]:
     """Make space for a file and commit it, within the limits for spills. Removes the file if that fails."""
     name, size_bytes = file.outline.hash, file.file_bytes
     stored = store.index.get(name)
     if stored is not None and all(stored.region_bytes(region.kind) for region in file.regions):
         store.extras.remove(partial)
-        return Persisted(stored)
+        return BlockPersisted(stored)
     while True:
         cause: SpillDropCause | None = None
         if not state.takes_blocks:
@@ -256,13 +256,13 @@ def _adopt(
             cause = SpillDropCause.DAILY_BUDGET
         else:
             reclaimed = store.make_space(size_bytes)
-            if reclaimed is Reclaim.READY:
-                return Persisted(store.commit(file, partial))
-            if reclaimed is Reclaim.FULL or not store.space.can_ever_fit(size_bytes):
+            if reclaimed is SpaceReclaim.READY:
+                return BlockPersisted(store.commit(file, partial))
+            if reclaimed is SpaceReclaim.FULL or not store.space.can_ever_fit(size_bytes):
                 cause = SpillDropCause.DISK_FULL
         if cause is not None:
             store.extras.remove(partial)
-            return Failure(cause, hash=name)
+            return StorageFailure(cause, hash=name)
         yield
 
 
@@ -277,7 +277,7 @@ def _verify(loop: StorageLoop, model: OpenModel, names: Names | None) -> Generat
     """Read and hash one file at a time and compare it with its row; None means all of them."""
     store, integrity = loop.store, model.counts.integrity
     checked_count = checked_bytes = 0
-    damaged: list[Failure] = []
+    damaged: list[StorageFailure] = []
     for number, name in enumerate(list(_own_or_nobodys(loop, model)) if names is None else names):
         if number:
             yield
@@ -286,7 +286,7 @@ def _verify(loop: StorageLoop, model: OpenModel, names: Names | None) -> Generat
             continue  # it was evicted meanwhile
         model.last_verified = name
         failure = _verify_block(store, record)
-        if failure is not None and failure.cause is Damage.MEMORY:
+        if failure is not None and failure.cause is BlockDamage.MEMORY:
             continue  # the file may be sound
         checked_count += 1
         checked_bytes += record.file_bytes
@@ -306,7 +306,7 @@ def _list_all(loop: StorageLoop, model: OpenModel, block_limit: int) -> Generato
     return tuple([*hashes[start:], *hashes[:start]][: block_limit or None])
 
 
-def _verify_block(store: BlockStore, record: BlockRecord) -> Failure | None:
+def _verify_block(store: BlockStore, record: BlockRecord) -> StorageFailure | None:
     path = store.paths.block(record.fingerprint, record.hash)
     try:
         file = verify_block(store.files, path, cipher=store.cipher)
@@ -316,5 +316,5 @@ def _verify_block(store: BlockStore, record: BlockRecord) -> Failure | None:
             record = store.index.get(record.hash) or record
         store.manifest.check(record, file)
     except BlockFileError as error:
-        return Failure(error.damage, str(error), record.hash)
+        return StorageFailure(error.damage, str(error), record.hash)
     return None

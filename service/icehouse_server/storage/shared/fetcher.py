@@ -19,10 +19,10 @@ from typing import Any
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.domain.cache_stats import SharedStats
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-from icehouse_server.storage.api import Fetched, Found, Names
+from icehouse_server.storage.api import ChainFound, Fetched, Names
 from icehouse_server.storage.files import Files, opened, remove
 from icehouse_server.storage.local.block_format.block_file import verify_block
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
@@ -51,7 +51,7 @@ class FetchJob:
     is_abandoned: bool = False
 
 
-class Fetcher:
+class BlockFetcher:
     """Lookups and fetches. `may_ask` on any thread, everything else on the event loop."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Fetcher:
         self._absent.discard(name)
         self.refused.discard(name)
 
-    async def find(self, names: Names, *, limit_s: float) -> Found:
+    async def find(self, names: Names, *, limit_s: float) -> ChainFound:
         """Return how much of a chain is in the store, as far as that is known after `limit_s`."""
         self.stats.lookup_total += 1
         reach = ChainReach(len(names), lambda index: self._size_of(names[index]))
@@ -112,7 +112,7 @@ class Fetcher:
             self.stats.late_lookup_total += not (search.done() and search.result())
         self.stats.hit_total += reach.found_count > 0
         rate = self._rate.value if self._fetch_count >= _LEAST_FETCHES else 0.0
-        return Found(reach.found_count, reach.size_bytes, rate)
+        return ChainFound(reach.found_count, reach.size_bytes, rate)
 
     async def _search(self, reach: ChainReach) -> bool:
         """Search, and record how the store does; return whether it answered everything in time."""
@@ -232,7 +232,7 @@ class Fetcher:
         except StoreError as error:
             self._fail(str(error))
         except BlockFileError as error:
-            if error.damage is not Damage.MEMORY:
+            if error.damage is not BlockDamage.MEMORY:
                 self._refuse(name, error)
         return None
 
@@ -247,7 +247,7 @@ class Fetcher:
                 except StopAsyncIteration:
                     return offset
                 if offset + chunk.nbytes > self.settings.object_limit_bytes:
-                    raise BlockFileError(Damage.MISMATCH, "The object is larger than any block")
+                    raise BlockFileError(BlockDamage.MISMATCH, "The object is larger than any block")
                 await self.offload(partial.write, chunk, offset=offset)
                 offset += chunk.nbytes
                 self._note_progress(jobs)
@@ -423,7 +423,7 @@ class BlockFolder:
         with opened(self.files, path) as descriptor:
             got = self.files.read_into(descriptor, [memoryview(data)], offset=0)
         if got != len(data):
-            raise BlockFileError(Damage.TRUNCATED, f"{path} became shorter while it was read")
+            raise BlockFileError(BlockDamage.TRUNCATED, f"{path} became shorter while it was read")
         return file, bytes(data)
 
     def fetched(self, name: BlockHash) -> FetchedFile:
@@ -435,9 +435,9 @@ class BlockFolder:
         this name, whole and sound, and `OSError`."""
         file = verify_block(self.files, path, cipher=self.cipher)
         if file.header is None or (file.cipher is None) != (self.cipher is None):
-            raise BlockFileError(Damage.AUTH_TAG, f"{path} is not encrypted under the key in use")
+            raise BlockFileError(BlockDamage.AUTH_TAG, f"{path} is not encrypted under the key in use")
         if (file.outline.fingerprint, file.outline.hash) != (self.fingerprint, name):
-            raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than its name says")
+            raise BlockFileError(BlockDamage.MISMATCH, f"{path} holds another block than its name says")
         return file
 
 

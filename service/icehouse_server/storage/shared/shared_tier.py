@@ -22,25 +22,25 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats, SharedStats
 from icehouse_server.storage.api import (
     AnyTicket,
-    Failure,
+    BlockPersisted,
+    BlocksPurged,
+    ChainFound,
     Fetched,
-    Found,
     Inventory,
     Names,
     Outcome,
-    Persisted,
-    Purged,
     StorageClosed,
     StorageFailed,
+    StorageFailure,
+    StorageTrouble,
     Ticket,
-    Trouble,
 )
 from icehouse_server.storage.local.block_format.header import BlockFile
 from icehouse_server.storage.local.open_model import OpenModel
 from icehouse_server.storage.local.reader_pool import ReaderPool
 from icehouse_server.storage.local.storage_loop import StorageLoop
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.shared.fetcher import BlockFolder, Fetcher, FetchJob
+from icehouse_server.storage.shared.fetcher import BlockFetcher, BlockFolder, FetchJob
 from icehouse_server.storage.shared.object_store import ObjectStore, SharedSettings
 from icehouse_server.storage.shared.uploader import Uploader
 
@@ -51,7 +51,7 @@ _TRAFFIC_END_S = 1.0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Adoption(Ticket[Persisted]):
+class _Adoption(Ticket[BlockPersisted]):
     """A fetched file that the storage thread is to adopt."""
 
     done: Callable[[bool], None] = lambda is_adopted: None
@@ -81,14 +81,14 @@ class SharedTier(LocalTier):
         self._shared_stats = SharedStats()
         self._is_inline = is_inline
         self._thread: threading.Thread | None = None
-        self._traffic = Traffic(clock=self._clock, post=self._forward, is_inline=is_inline)
+        self._traffic = StoreTraffic(clock=self._clock, post=self._forward, is_inline=is_inline)
         folder = BlockFolder(
             self._store.files,
             self._store.paths,
             fingerprint=model.fingerprint,
             cipher=self._store.cipher,
         )
-        self._fetcher = Fetcher(
+        self._fetcher = BlockFetcher(
             store,
             folder,
             shared,
@@ -125,7 +125,7 @@ class SharedTier(LocalTier):
             self._thread.join(_TRAFFIC_END_S)
         return has_ended
 
-    def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
+    def find(self, blocks: Names, *, limit_s: float) -> Ticket[ChainFound] | None:
         if not blocks or not self._fetcher.may_ask(blocks[0]):
             return None
         return self._traffic.submit(lambda job: self._fetcher.find(blocks, limit_s=limit_s))
@@ -138,7 +138,7 @@ class SharedTier(LocalTier):
         self._traffic.call(self._uploader.offer, blocks[::-1])
         return super().touch(blocks)
 
-    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
+    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[BlocksPurged] | None:
         if is_final:
             self._traffic.call(self._uploader.delete, blocks)
         return super().delete(blocks)
@@ -174,12 +174,12 @@ class SharedTier(LocalTier):
         """Forward what the local tier posts, on its threads, and note what concerns the store."""
         if isinstance(outcome, _Adoption):
             stored = outcome.outcome
-            if isinstance(stored, Persisted):
+            if isinstance(stored, BlockPersisted):
                 self._forward(Inventory((stored.record,), is_first=False, is_last=False))
-            outcome.done(isinstance(stored, Persisted))
+            outcome.done(isinstance(stored, BlockPersisted))
             return
         if isinstance(outcome, Ticket):
-            if isinstance(outcome.outcome, Persisted):
+            if isinstance(outcome.outcome, BlockPersisted):
                 self._traffic.call(self._uploader.offer, (outcome.outcome.record.hash,))
             elif isinstance(outcome.outcome, CacheStats):
                 outcome.outcome = dataclasses.replace(outcome.outcome, shared=self._copy_stats())
@@ -218,7 +218,7 @@ _WORKER_COUNT = 4
 _POLL_S = 0.05
 
 
-class Traffic:
+class StoreTraffic:
     """Runs coroutines for tickets, and one permanent coroutine, on its own event loop. Call `open` first,
     then either `run` or `step` repeatedly.
 
@@ -321,7 +321,7 @@ class Traffic:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, ticket: AnyTicket, work: Callable[[FetchJob], Awaitable[Any]]) -> None:
-        outcome: Any = Failure(Trouble.UNUSABLE, "the object store's side has failed")
+        outcome: Any = StorageFailure(StorageTrouble.UNUSABLE, "the object store's side has failed")
         try:
             outcome = await work(self._jobs[ticket])
         except Exception:

@@ -22,7 +22,7 @@ from icehouse_server.storage.local.block_format.header import (
     head_length,
     parse_head,
 )
-from icehouse_server.storage.shared.fetcher import Breaker, Fetcher
+from icehouse_server.storage.shared.fetcher import BlockFetcher, Breaker
 from icehouse_server.storage.shared.object_store import StoreError
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _PAUSE_STEP_S = 0.5
 class Uploader:
     """The blocks to store and the objects to delete. On the event loop."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
+    def __init__(self, fetcher: BlockFetcher) -> None:
         """It stores where `fetcher` looks."""
         self._fetcher = fetcher
         self._store, self._folder, self._settings = fetcher.store, fetcher.folder, fetcher.settings

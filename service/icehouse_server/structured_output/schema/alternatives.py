@@ -35,7 +35,7 @@ class SchemaPart:
         return [SchemaPart(option, f"{self.pointer}/{key}/{i}", self.outer_names) for i, option in listed]
 
 
-class Alternatives:
+class SchemaAlternatives:
     """Compares alternatives of one document's schemas."""
 
     def __init__(self, references: References) -> None:

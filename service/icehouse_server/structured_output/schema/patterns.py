@@ -163,7 +163,7 @@ def _looks_around(pattern: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Names:
+class PropertyNames:
     """The property names that an object may have."""
 
     texts: tuple[str, ...] = ()
@@ -174,7 +174,7 @@ class Names:
     """JSON pointers of keywords that are not enforced."""
 
 
-def allowed_names(schema: Any, pointer: str, references: References, *, depth: int = 0) -> Names:
+def allowed_names(schema: Any, pointer: str, references: References, *, depth: int = 0) -> PropertyNames:
     """Return what a `propertyNames` at `pointer` allows; raises UnusableSchema."""
     if depth > _DEPTH_LIMIT:
         raise UnusableSchema(
@@ -184,7 +184,7 @@ def allowed_names(schema: Any, pointer: str, references: References, *, depth: i
         target_pointer, target = references.target(schema["$ref"], pointer)
         return allowed_names(target, target_pointer, references, depth=depth + 1)
     if isinstance(schema, bool):
-        return Names(are_any=schema)
+        return PropertyNames(are_any=schema)
     if not isinstance(schema, Mapping):
         raise UnusableSchema("a JSON schema is an object, true or false", pointer)
     keywords = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
@@ -192,7 +192,7 @@ def allowed_names(schema: Any, pointer: str, references: References, *, depth: i
     if set(keywords) == {"enum"} or set(keywords) == {"const"}:
         # Enums of numbers too, spelled as names: pydantic writes them for a dict with IntEnum keys.
         texts = keywords["enum"] if "enum" in keywords else [keywords["const"]]
-        return Names(texts=tuple(_spelled(texts)))
+        return PropertyNames(texts=tuple(_spelled(texts)))
     for key in ("anyOf", "oneOf"):
         if set(keywords) == {key} and isinstance(keywords[key], list):
             options = enumerate(keywords[key])
@@ -204,31 +204,31 @@ def allowed_names(schema: Any, pointer: str, references: References, *, depth: i
     return _patterned(keywords, pointer)
 
 
-def _patterned(keywords: dict[str, Any], pointer: str) -> Names:
+def _patterned(keywords: dict[str, Any], pointer: str) -> PropertyNames:
     """Return the names that one pattern, one known format or a length limit allows."""
     known = NAME_PATTERNS.get(str(keywords.get("format")))
     if known is not None and set(keywords) == {"format"}:
-        return Names(patterns=(known,))
+        return PropertyNames(patterns=(known,))
     unenforced = (f"{pointer}/format",) if keywords.pop("format", None) is not None else ()
     if not keywords:
-        return Names(are_any=True, unenforced=unenforced)
+        return PropertyNames(are_any=True, unenforced=unenforced)
     if set(keywords) == {"pattern"} and isinstance(keywords["pattern"], str):
         patterns = without_look_around(keywords["pattern"])
         if patterns is not None and len(patterns) == 1:
-            return Names(patterns=patterns, unenforced=unenforced)
+            return PropertyNames(patterns=patterns, unenforced=unenforced)
     elif set(keywords) <= {"minLength", "maxLength"} and all(
         type(v) is int and v >= 0 for v in keywords.values()
     ):
         bounds = f"{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}"
-        return Names(patterns=(rf"^[\s\S]{{{bounds}}}$",), unenforced=unenforced)
+        return PropertyNames(patterns=(rf"^[\s\S]{{{bounds}}}$",), unenforced=unenforced)
     raise UnusableSchema(
         "names can be held to an enum, to one pattern without look-around or to a length, not to more",
         pointer,
     )
 
 
-def _either(options: list[Names]) -> Names:
-    return Names(
+def _either(options: list[PropertyNames]) -> PropertyNames:
+    return PropertyNames(
         texts=tuple(text for names in options for text in names.texts),
         patterns=tuple(pattern for names in options for pattern in names.patterns),
         are_any=any(names.are_any for names in options),

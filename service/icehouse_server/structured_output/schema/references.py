@@ -11,7 +11,7 @@ from icehouse_server.errors import clipped
 _SHOWN_LENGTH = 80
 
 
-class Mistake(ValueError):
+class FormMistake(ValueError):
     """What is wrong with a form, and where: a JSON pointer, "line 2, column 5", or "" if unknown."""
 
     def __init__(self, detail: str, position: str = "") -> None:
@@ -20,7 +20,7 @@ class Mistake(ValueError):
         self.position = position
 
 
-class UnusableSchema(Mistake):
+class UnusableSchema(FormMistake):
     """A schema that cannot be enforced: what is wrong with it, and at which JSON pointer."""
 
     def __init__(self, detail: str, pointer: str) -> None:

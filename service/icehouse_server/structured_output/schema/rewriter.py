@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from icehouse_server.structured_output.schema.alternatives import Alternatives, SchemaPart
+from icehouse_server.structured_output.schema.alternatives import SchemaAlternatives, SchemaPart
 from icehouse_server.structured_output.schema.patterns import (
     FORMAT_PATTERNS,
     GRAMMAR_FORMATS,
@@ -55,7 +55,7 @@ Object = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rewritten:
+class RewrittenSchema:
     """A schema that outputs can be held to."""
 
     schema: Object
@@ -105,7 +105,7 @@ class _KnownNames:
         return self.names if closing.is_asked_for else {**self.names, **self.required}
 
 
-def rewritten(schema: Any) -> Rewritten:
+def rewritten(schema: Any) -> RewrittenSchema:
     """Return a schema that a grammar can enforce; raises UnusableSchema."""
     return _Rewriter(schema).result()
 
@@ -114,7 +114,7 @@ class _Rewriter:
     def __init__(self, document: Any) -> None:
         self._document = document
         self._references = References(document)
-        self._alternatives = Alternatives(self._references)
+        self._alternatives = SchemaAlternatives(self._references)
         self._part_count = 0
         self._unenforced: dict[str, None] = {}
         self._names: dict[tuple[str, _Closing | None], str] = {}
@@ -122,7 +122,7 @@ class _Rewriter:
         self._taken: set[str] = set()
         self._waiting: collections.deque[tuple[str, Any, str, _Closing | None]] = collections.deque()
 
-    def result(self) -> Rewritten:
+    def result(self) -> RewrittenSchema:
         whole = self._schema(self._document, "", _Closing(), 0)
         definitions = {}
         while self._waiting:
@@ -132,7 +132,7 @@ class _Rewriter:
             whole = {} if whole else {"allOf": [False]}
         if definitions:
             whole = {**whole, "$defs": definitions}
-        return Rewritten(whole, tuple(self._unenforced))
+        return RewrittenSchema(whole, tuple(self._unenforced))
 
     def _schema(self, schema: Any, pointer: str, closing: _Closing | None, depth: int) -> Any:
         self._count(pointer)

@@ -29,7 +29,7 @@ from icehouse_server.domain.blocks import TokenKeys, image_runs
 from icehouse_server.domain.cache_commands import RecentBlock
 from icehouse_server.domain.cache_stats import CacheStats, DiskStats, TenantShare, TierStats
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.domain.stats import EngineStats, ServerStatus, SlowRequest, Snapshot
+from icehouse_server.domain.stats import EngineStats, ServerStatus, SlowRequest, StatsSnapshot
 from icehouse_server.telemetry.metric import HistogramSeries
 
 PAGE_PATH = "/"
@@ -177,7 +177,7 @@ def report_of(
     }
 
 
-def _engine(engine: EngineStats, snapshot: Snapshot) -> dict[str, Any]:
+def _engine(engine: EngineStats, snapshot: StatsSnapshot) -> dict[str, Any]:
     return {
         **_fields(engine, "uptime_s", "waiting_count", "loading_count", "prefilling_count", "decoding_count"),
         **_fields(engine, "decoding_limit", "finished_total", "failed_total", "memory_limit_bytes"),
@@ -255,7 +255,7 @@ def _slow(request: SlowRequest, *, shows_id: bool) -> dict[str, Any]:
     return shown if shows_id else {**shown, "request_id": ""}
 
 
-def _models(snapshot: Snapshot) -> list[dict[str, Any]]:
+def _models(snapshot: StatsSnapshot) -> list[dict[str, Any]]:
     """Return the loaded models; nothing if there can only be one."""
     return [
         {
@@ -268,7 +268,7 @@ def _models(snapshot: Snapshot) -> list[dict[str, Any]]:
     ]
 
 
-def _ranks(snapshot: Snapshot) -> list[dict[str, Any]]:
+def _ranks(snapshot: StatsSnapshot) -> list[dict[str, Any]]:
     """Return the machines of a group, nothing if one serves alone. Visitors do not learn their names."""
     return [
         {
@@ -281,7 +281,7 @@ def _ranks(snapshot: Snapshot) -> list[dict[str, Any]]:
     ]
 
 
-def _tenants(snapshot: Snapshot) -> list[dict[str, Any]]:
+def _tenants(snapshot: StatsSnapshot) -> list[dict[str, Any]]:
     shares = {share.tenant: share for share in (snapshot.cache.tenants if snapshot.cache is not None else ())}
     greatest = heapq.nlargest(
         TENANT_LIMIT, snapshot.tenants, key=lambda use: use.prompt_token_total + use.output_token_total

@@ -20,7 +20,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Borders:
+class TurnBorders:
     """Borders, each named by the special token after it: its number among the prompt's marks, from 1."""
 
     from_start: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ def borders_of(
     has_tools: bool,
     header: str,
     marks: re.Pattern[str],
-) -> Borders:
+) -> TurnBorders:
     """Return the borders of a conversation: the end of the system message and tools, and the start of the
     last message. Its end is one too if `header` is not empty. `header` is what the template writes before the
     reply, if it will write something else there once the reply is known.
@@ -61,7 +61,7 @@ def borders_of(
     from_end += [] if place is None else [len(places) - place]
     if marks.match(header):
         from_end.append(sum(1 for _ in marks.finditer(header)))
-    return Borders(tuple(from_start), tuple(from_end), frozenset(match.group() for match in found))
+    return TurnBorders(tuple(from_start), tuple(from_end), frozenset(match.group() for match in found))
 
 
 def _last_before(places: Sequence[int], shown: ShownTexts, index: int) -> int | None:

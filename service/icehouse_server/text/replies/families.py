@@ -9,7 +9,7 @@ import regex
 from icehouse_server.text.replies.json_calls import JsonCalls, NamedJson
 from icehouse_server.text.replies.notation import several
 from icehouse_server.text.replies.python_calls import GemmaCalls, PythonCalls
-from icehouse_server.text.replies.reply_format import ChannelReply, Family
+from icehouse_server.text.replies.reply_format import ChannelReply, ReplyFamily
 from icehouse_server.text.replies.tag_calls import TagCalls
 
 _NAME = r"(?P<name>[^\s<>\"'=]{1,200})"
@@ -73,7 +73,7 @@ _FENCED_DEEPSEEK = dataclasses.replace(
 )
 
 _CHANNELS = (
-    Family(
+    ReplyFamily(
         name="harmony",
         models="gpt-oss",
         is_strict=True,
@@ -92,7 +92,7 @@ _CHANNELS = (
         own_call_end="<|call|>",
         tokens=("<|channel|>", "<|message|>", "<|call|>", "<|constrain|>"),
     ),
-    Family(
+    ReplyFamily(
         name="muse",
         models="Muse Spark",
         layout=ChannelReply(
@@ -107,7 +107,7 @@ _CHANNELS = (
         own_call_end="</atem:function_calls>",
         aliases=("muse_spark",),
     ),
-    Family(
+    ReplyFamily(
         name="functionary",
         models="Functionary 3.2",
         is_strict=True,
@@ -122,7 +122,7 @@ _CHANNELS = (
         own_call_start=">>>",
         shown=(">>>${recipient}",),
     ),
-    Family(
+    ReplyFamily(
         name="functionary-2",
         models="Functionary 2",
         is_strict=True,
@@ -142,7 +142,7 @@ _CHANNELS = (
 """Families that write messages with headers."""
 
 _TAGS = (
-    Family(
+    ReplyFamily(
         name="qwen-tags",
         tested_with="Qwen3.5-4B",
         models="Qwen3-Coder, Qwen 3.5",
@@ -150,7 +150,7 @@ _TAGS = (
         shown=("<tool_call>", "<function=", "<parameter="),
         aliases=("qwen3_coder",),
     ),
-    Family(
+    ReplyFamily(
         name="glm",
         tested_with="GLM-5.1",
         models="GLM 4.5 to 5, Laguna",
@@ -159,7 +159,7 @@ _TAGS = (
         tokens=("<arg_key>", "<arg_value>"),
         aliases=("glm47", "laguna"),
     ),
-    Family(
+    ReplyFamily(
         name="longcat",
         models="LongCat Flash",
         notation=several(
@@ -169,7 +169,7 @@ _TAGS = (
         shown=("<longcat_tool_call>", "<longcat_arg_key>"),
         tokens=("<longcat_tool_call>", "<longcat_arg_key>"),
     ),
-    Family(
+    ReplyFamily(
         name="minimax",
         models="MiniMax M2",
         notation=_invoked("minimax:tool_call", ""),
@@ -177,13 +177,13 @@ _TAGS = (
         tokens=("<minimax:tool_call>", "</minimax:tool_call>"),
         aliases=("minimax_m2",),
     ),
-    Family(
+    ReplyFamily(
         name="deepseek-tags",
         models="DeepSeek V3.2",
         notation=_invoked(f"{_DSML}function_calls", _DSML, kind=r'(?: string="(?P<type>\w{1,9})")?'),
         shown=(f"<{_DSML}function_calls>",),
     ),
-    Family(
+    ReplyFamily(
         name="kimi-tags",
         models="Kimi K3",
         notation=TagCalls(
@@ -202,7 +202,7 @@ _TAGS = (
         tokens=("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
         aliases=("kimi_k3",),
     ),
-    Family(
+    ReplyFamily(
         name="minicpm-tags",
         models="MiniCPM 5",
         notation=TagCalls(
@@ -223,7 +223,7 @@ _TAGS = (
 """Families that write calls in tags, and values without types."""
 
 _NAMED = (
-    Family(
+    ReplyFamily(
         name="mistral",
         tested_with="Mistral-7B-Instruct-v0.3, Mistral-Nemo-Instruct-2407",
         models="Mistral 7B v0.3, Nemo, Small, Magistral, Devstral, Ministral",
@@ -235,7 +235,7 @@ _NAMED = (
         ),
         tokens=("[TOOL_CALLS]", "[ARGS]"),
     ),
-    Family(
+    ReplyFamily(
         name="kimi",
         tested_with="Kimi-K2-Thinking",
         models="Kimi K2",
@@ -252,21 +252,21 @@ _NAMED = (
         id_form="functions.{name}:{index}",
         aliases=("kimi_k2",),
     ),
-    Family(
+    ReplyFamily(
         name="deepseek-v3.1",
         models="DeepSeek V3.1",
         is_strict=True,
         notation=_DEEPSEEK,
         shown=("<｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>",),
     ),
-    Family(
+    ReplyFamily(
         name="deepseek",
         models="DeepSeek V3, R1",
         is_strict=True,
         notation=several(_FENCED_DEEPSEEK, _DEEPSEEK),
         tokens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
     ),
-    Family(
+    ReplyFamily(
         name="functionary-tags",
         models="Functionary 3.1, Llama 3.1 with functions of its own",
         is_strict=True,
@@ -278,14 +278,14 @@ _NAMED = (
 """Families that write a call as the tool's name and then its arguments in JSON."""
 
 _PYTHON = (
-    Family(
+    ReplyFamily(
         name="minicpm3",
         tested_with="MiniCPM3-4B",
         models="MiniCPM3",
         notation=PythonCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",), is_list=False),
         shown=("<|tool_call_start|>\n```python\n",),
     ),
-    Family(
+    ReplyFamily(
         name="lfm2",
         tested_with="LFM2.5-VL-450M",
         models="LFM2, LFM2.5",
@@ -296,7 +296,7 @@ _PYTHON = (
         tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
         aliases=("pythonic",),
     ),
-    Family(
+    ReplyFamily(
         name="function-gemma",
         models="FunctionGemma",
         notation=GemmaCalls(("<start_function_call>",), ("<end_function_call>",), quote="<escape>"),
@@ -304,13 +304,13 @@ _PYTHON = (
         tokens=("<start_function_call>", "<end_function_call>", "<escape>"),
         aliases=("function_gemma",),
     ),
-    Family(
+    ReplyFamily(
         name="gemma4",
         models="Gemma 4",
         notation=GemmaCalls(("<|tool_call>",), ("<tool_call|>",), quote='<|"|>'),
         tokens=("<|tool_call>", "<tool_call|>"),
     ),
-    Family(
+    ReplyFamily(
         name="llama4",
         models="Llama 4, Llama 3.2 (1B, 3B) with lists of calls",
         notation=several(
@@ -322,7 +322,7 @@ _PYTHON = (
         shown=("[func_name1(params_name1=params_value1",),
         tokens=("<|python_start|>", "<|python_end|>"),
     ),
-    Family(
+    ReplyFamily(
         name="gemma3",
         models="Gemma 3, asked for calls in a code fence",
         notation=PythonCalls(("```tool_code",), ("```",), is_list=False, is_bare=True),
@@ -332,7 +332,7 @@ _PYTHON = (
 """Families that write calls in the syntax of functions."""
 
 _JSON = (
-    Family(
+    ReplyFamily(
         name="hermes",
         tested_with="Qwen2.5-7B-Instruct, Qwen3-0.6B, Hermes-2-Pro-Llama-3-8B",
         models="Qwen 2.5, Qwen 3, Hermes 2 and 3, Granite 4",
@@ -341,7 +341,7 @@ _JSON = (
         shown=("<tool_call>", "</tool_call>", '"name"', '"arguments"'),
         aliases=("json_tools",),
     ),
-    Family(
+    ReplyFamily(
         name="smollm3",
         models="SmolLM3",
         tested_with="SmolLM3-3B",
@@ -349,7 +349,7 @@ _JSON = (
         shown=("\nReasoning Mode: ", "<tool_call>", "</tool_call>", '"name"', '"arguments"'),
         is_strict=True,
     ),
-    Family(
+    ReplyFamily(
         name="llama3",
         tested_with="Llama-3.1-8B-Instruct, Llama-3.2-11B-Vision-Instruct",
         models="Llama 3.1, 3.2, 3.3",
@@ -365,7 +365,7 @@ _JSON = (
         shown=('{"name": function name, "parameters": dictionary of argument name and its value}',),
         tokens=("<|python_tag|>", "<|eom_id|>"),
     ),
-    Family(
+    ReplyFamily(
         name="command-a",
         tested_with="c4ai-command-a-03-2025, command-a-reasoning-08-2025",
         models="Command R7B, Command A",
@@ -376,7 +376,7 @@ _JSON = (
         dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
     ),
-    Family(
+    ReplyFamily(
         name="command-r",
         tested_with="c4ai-command-r-v01",
         models="Command R, Command R+",
@@ -390,7 +390,7 @@ _JSON = (
         own_call_start="Action:",
         shown=("Write 'Action:' followed by a json-formatted list of actions", '"tool_name"', '"parameters"'),
     ),
-    Family(
+    ReplyFamily(
         name="jamba",
         tested_with="AI21-Jamba-Large-1.6",
         models="Jamba 1.5 and later",
@@ -398,7 +398,7 @@ _JSON = (
         notation=JsonCalls(("<tool_calls>",), ("</tool_calls>",), is_list=True),
         tokens=("<tool_calls>", "</tool_calls>"),
     ),
-    Family(
+    ReplyFamily(
         name="granite",
         models="Granite 3",
         is_strict=True,
@@ -407,7 +407,7 @@ _JSON = (
         shown=("<|tool_call|>",),
         tokens=("<|tool_call|>", "<|start_of_role|>"),
     ),
-    Family(
+    ReplyFamily(
         name="phi4",
         models="Phi-4-mini",
         is_strict=True,
@@ -418,13 +418,13 @@ _JSON = (
         shown=("<|tool_call|>", "<|/tool_call|>"),
         tokens=("<|tool_call|>", "<|/tool_call|>"),
     ),
-    Family(
+    ReplyFamily(
         name="firefunction",
         models="FireFunction",
         is_strict=True,
         notation=JsonCalls(("<functioncall>",)),
     ),
-    Family(
+    ReplyFamily(
         name="hammer",
         tested_with="Hammer2.1",
         models="Hammer 2",

@@ -99,7 +99,7 @@ class Notation:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Several(Notation):
+class SeveralNotations(Notation):
     """Several notations, the likeliest first. The first one that a section looks like reads it. The last one
     reads everything else, and reports what is wrong with it."""
 
@@ -135,8 +135,8 @@ class Several(Notation):
         yield from fitting[-1].read(source, calls, marker)
 
 
-def several(*notations: Notation) -> Several:
+def several(*notations: Notation) -> SeveralNotations:
     """Return the choice between several notations."""
     starts = dict.fromkeys(start for notation in notations for start in notation.starts)
     ends = dict.fromkeys(end for notation in notations for end in notation.ends)
-    return Several(tuple(starts), tuple(ends), notations=notations)
+    return SeveralNotations(tuple(starts), tuple(ends), notations=notations)

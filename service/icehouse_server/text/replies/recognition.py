@@ -19,7 +19,7 @@ from icehouse_server.domain.chat import CallPiece, ChatMessage, MalformedPiece, 
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.text.chat.template import ChatTemplate, offer
 from icehouse_server.text.replies.families import FAMILIES
-from icehouse_server.text.replies.reply_format import Family, ReplyFormat
+from icehouse_server.text.replies.reply_format import ReplyFamily, ReplyFormat
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 # Words that no template contains, so they can be found in its output.
@@ -202,7 +202,7 @@ def _calls(count: int, id_form: str = _ID_FORMS[0]) -> tuple[ToolCall, ...]:
     )
 
 
-def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) -> tuple[Family, str]:
+def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) -> tuple[ReplyFamily, str]:
     """Return the family of the calls, and the evidence for it; a family without a name if none fits."""
     turn_end = probe.turn_end
     for count, id_form, thought in itertools.product((2, 1), _ID_FORMS, ("", _THOUGHT)):
@@ -229,10 +229,10 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
     for family in FAMILIES:
         if vocabulary.parser_name in (family.name, *family.aliases):
             return family, "the tokenizer's configuration names it"
-    return Family(), ""
+    return ReplyFamily(), ""
 
 
-class ReadBack(enum.IntEnum):
+class ReadBackScore(enum.IntEnum):
     """How well a reader reads back a reply whose calls are known."""
 
     NOTHING = 0
@@ -245,24 +245,24 @@ class ReadBack(enum.IntEnum):
 
 def read_back(
     format: ReplyFormat, reply: str, *, tools: Sequence[Tool], calls: Sequence[ToolCall]
-) -> ReadBack:
+) -> ReadBackScore:
     """Return how well the reader of a format reads these calls, and no others, back from a reply."""
     if not reply:
-        return ReadBack.NOTHING
+        return ReadBackScore.NOTHING
     splitter = ReplySplitter(format=format, tools=[offer(tool) for tool in tools], make_call_id=str)
     emitted = [*splitter.push(reply), *splitter.finish()]
     pieces = [piece for piece in emitted if isinstance(piece, CallPiece)]
     if splitter.good_count != len(calls) or any(piece.is_withdrawn for piece in pieces):
-        return ReadBack.NOTHING
+        return ReadBackScore.NOTHING
     for index, call in enumerate(calls):
         own = [piece for piece in pieces if piece.index == index]
         text = "".join(piece.arguments_json for piece in own)
         if own[0].name != call.name or json.loads(text) != json.loads(call.arguments_json):
-            return ReadBack.NOTHING
+            return ReadBackScore.NOTHING
     if any(piece.is_repaired for piece in pieces):
-        return ReadBack.REPAIRED
+        return ReadBackScore.REPAIRED
     others = (piece.text for piece in emitted if isinstance(piece, TextPiece | MalformedPiece))
-    return ReadBack.ALL if all(map(str.isspace, others)) else ReadBack.CALLS
+    return ReadBackScore.ALL if all(map(str.isspace, others)) else ReadBackScore.CALLS
 
 
 def _contains(texts: Sequence[str], parts: Collection[str]) -> bool:

@@ -19,7 +19,7 @@ from icehouse_server.text.values.text_source import SPACE, Malformed, Reading, T
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Family:
+class ReplyFamily:
     """How the models of one family write replies, as data.
 
     Callers are shown `name`; `models` and `tested_with` are for the docs.
@@ -77,7 +77,7 @@ class Family:
 class ReplyFormat:
     """How one model writes replies. A string is empty if the model has no such marker."""
 
-    family: Family = dataclasses.field(default_factory=Family)
+    family: ReplyFamily = dataclasses.field(default_factory=ReplyFamily)
     """How its calls are written; a family without a name if they cannot be read."""
     think_start: str = ""
     think_end: str = ""

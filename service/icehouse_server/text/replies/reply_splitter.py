@@ -13,7 +13,7 @@ from typing import Any
 from icehouse_server.domain.chat import CallPiece, MalformedPiece, Piece, ReasoningPiece, TextPiece
 from icehouse_server.text.replies.notation import ReplyCalls
 from icehouse_server.text.replies.reply_format import ReplyFormat
-from icehouse_server.text.values.arguments import Argument, ArgumentsSchema, TooCostly
+from icehouse_server.text.values.arguments import Argument, ArgumentsSchema, ValueTooCostly
 from icehouse_server.text.values.literals import quoted, sendable, strict
 from icehouse_server.text.values.text_source import TextSource
 
@@ -200,7 +200,7 @@ class _CheckedCalls(ReplyCalls):
                     read = self._schema(name).read(argument, is_python=is_python)
                     texts[argument.name] = read.json_text
                     is_repaired = is_repaired or read.is_repaired
-            except TooCostly as error:
+            except ValueTooCostly as error:
                 problem = str(error)
         if problem:
             self._problem = self._problem or problem
@@ -217,7 +217,7 @@ class _CheckedCalls(ReplyCalls):
             if not isinstance(value, dict):
                 return "its arguments are no JSON object"
             return self._schema(call.name).problem(value)
-        except TooCostly as error:
+        except ValueTooCostly as error:
             return str(error)
         except ValueError:
             return "its arguments are no JSON, or nested too deep"

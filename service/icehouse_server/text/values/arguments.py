@@ -53,7 +53,7 @@ _INVALID_SCHEMA = (
 Keyword = Callable[[Any, Any, Any, Any], Any]
 
 
-class TooCostly(Exception):
+class ValueTooCostly(Exception):
     """A value that cannot be checked within the limits; the message says why."""
 
 
@@ -86,7 +86,7 @@ class ArgumentsSchema:
         try:
             error = next(validator.iter_errors(value), None)
         except RecursionError:
-            raise TooCostly("its arguments or their schema are nested too deep to be checked") from None
+            raise ValueTooCostly("its arguments or their schema are nested too deep to be checked") from None
         return "" if error is None else _description(error)
 
     def read(self, argument: Argument, *, is_python: bool = False) -> ReadValue:
@@ -159,7 +159,9 @@ class _Steps(threading.local):
     def take(self, count: int) -> None:
         self.count += count
         if self.count > STEP_LIMIT:
-            raise TooCostly(f"its arguments cannot be checked against the schema within {STEP_LIMIT} steps")
+            raise ValueTooCostly(
+                f"its arguments cannot be checked against the schema within {STEP_LIMIT} steps"
+            )
 
 
 _steps = _Steps()
@@ -212,7 +214,7 @@ def _matches(pattern: str, text: str) -> bool:
     try:
         return regex.search(pattern, text, timeout=_MATCH_LIMIT_S) is not None
     except TimeoutError:
-        raise TooCostly(f"searching for the pattern {pattern!r} takes too long") from None
+        raise ValueTooCostly(f"searching for the pattern {pattern!r} takes too long") from None
 
 
 _LATE_KEYWORDS = frozenset({"additionalProperties", "unevaluatedItems", "unevaluatedProperties"})
@@ -268,7 +270,7 @@ def _own_property(schema: Mapping[str, Any], name: str) -> Any:
         return properties[name]
     for pattern, child in patterns.items() if isinstance(patterns, Mapping) else ():
         # An invalid pattern constrains nothing, and the check itself refuses a costly one.
-        with contextlib.suppress(regex.error, TooCostly):
+        with contextlib.suppress(regex.error, ValueTooCostly):
             if _matches(pattern, name):
                 return child
     others = schema.get("additionalProperties")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.config import SecurityConfig
 from icehouse_server.domain.chat import ImageSource, ImageTexts
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from tests.fixtures.rpc.authority import Authority, dns
@@ -22,7 +22,7 @@ from tests.unit.rpc.conftest import SEED, running
 def token_of(folder: Path) -> str:
     """Write a token, and beside it the server's file `tokens` that knows it; return the token's file."""
     token = new_token()
-    line = line_of(token, tenant="boss", role=Role.OPERATOR, expire_date=None)
+    line = line_of(token, tenant="boss", role=CallerRole.OPERATOR, expire_date=None)
     written(folder, "tokens", f"{line}\n".encode())
     return written(folder, "own", f"{token}\n".encode())
 

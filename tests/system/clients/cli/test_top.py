@@ -24,7 +24,7 @@ from icehouse_client.cli.connection import Server, open_client
 from icehouse_client.cli.main import app
 from icehouse_client.cli.top import Rates, looks, rates_between, screen, sparkline
 from icehouse_server.config import SecurityConfig
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 from icehouse_server.rpc.messages.proto_map import duration_proto
 from rich.console import Console
@@ -269,7 +269,7 @@ def test_no_server_at_first_is_an_error_with_the_cure() -> None:
 async def test_a_secured_server_is_asked_with_its_roots_and_a_token(tmp_path: Path) -> None:
     authority, token, tokens, roots = Authority(), new_token(), tmp_path / "tokens", tmp_path / "ca.pem"
     certificate, key = authority.write_server(tmp_path, "first")
-    tokens.write_text(line_of(token, tenant="boss", role=Role.OPERATOR, expire_date=None) + "\n")
+    tokens.write_text(line_of(token, tenant="boss", role=CallerRole.OPERATOR, expire_date=None) + "\n")
     tokens.chmod(0o600)
     roots.write_bytes(authority.pem)
     (tmp_path / "own").write_text(f"{token}\n")

@@ -9,7 +9,7 @@ import dataclasses
 from icehouse_server.domain.cache_commands import CacheCommand, EvictBlocks, KnownBlocks
 from icehouse_server.domain.events import Event, Failed, Finished, Started
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.access.caller import Caller, CallerRole
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.seat import Seat
 
@@ -61,7 +61,7 @@ class PoolCaller:
         self.has_seat = True
         housed = self.house.newest(self.member_name)
         owners = housed.member.terms.tenants
-        is_let_in = not owners or self.caller.role is Role.OPERATOR or self.caller.tenant in owners
+        is_let_in = not owners or self.caller.role is CallerRole.OPERATOR or self.caller.tenant in owners
         assert is_let_in, f"{self.model} is not for {self.caller}"
         assert seat is housed.opened.seat, f"{self.model} was given a seat that is not its model's"
 

@@ -37,7 +37,7 @@ from icehouse_server.errors import (
 )
 from icehouse_server.pool.model_pool import RETRY_S
 from icehouse_server.pool.places import ModelTerms
-from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, CallerRole
 
 from tests.fixtures.storage.faults import Crash
 from tests.system.sim.clock import SimClock
@@ -212,7 +212,7 @@ class PoolStory:
         self._callers.append(caller)
 
     def _caller(self, tenant: Tenant) -> Caller:
-        return UNPROVED if self.dice.random() < _OPERATOR_SHARE else Caller(tenant, Role.TENANT)
+        return UNPROVED if self.dice.random() < _OPERATOR_SHARE else Caller(tenant, CallerRole.TENANT)
 
     def _member_of(self, name: str) -> PoolMember:
         return next(m for m in self.members if (name or "large") in (m.name, *m.terms.aliases))

@@ -12,7 +12,7 @@ import pytest
 from icehouse_client import Usage
 from icehouse_server.cli import main as cli
 from icehouse_server.cli.local import demo
-from icehouse_server.cli.local.demo import Pass, comparison_table, texts_are_equal, verdict_text
+from icehouse_server.cli.local.demo import DemoCall, comparison_table, texts_are_equal, verdict_text
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -51,9 +51,9 @@ def usage(*, ttft_s: float, ram: int = 0, ssd: int = 0) -> Usage:
     )
 
 
-def passes(*texts: str) -> list[Pass]:
+def passes(*texts: str) -> list[DemoCall]:
     costs = (usage(ttft_s=12.0), usage(ttft_s=0.1, ram=999), usage(ttft_s=3.0, ram=1, ssd=998))
-    return [Pass(*each) for each in zip(("cold", "from RAM", "from SSD"), texts, costs, strict=True)]
+    return [DemoCall(*each) for each in zip(("cold", "from RAM", "from SSD"), texts, costs, strict=True)]
 
 
 def shown(*texts: str) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 from icehouse_server.cli.service.managers import (
     SEAL_LINE,
     DefinitionFile,
-    FileState,
     ServiceError,
+    ServiceFileState,
     is_untouched,
     sealed,
 )
@@ -30,15 +30,15 @@ def test_any_change_breaks_the_seal() -> None:
 
 
 def test_a_file_is_written_and_an_older_one_replaced(file: DefinitionFile) -> None:
-    assert file.state(NEW) is FileState.ABSENT
+    assert file.state(NEW) is ServiceFileState.ABSENT
     file.write(OLD, is_forced=False)
-    assert (file.state(OLD), file.state(NEW)) == (FileState.SAME, FileState.OLDER)
+    assert (file.state(OLD), file.state(NEW)) == (ServiceFileState.SAME, ServiceFileState.OLDER)
     file.write(NEW, is_forced=False)
     assert file.path.read_text() == NEW
     assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
     file.guard_removal(is_forced=False)
     file.path.unlink()
-    assert file.state() is FileState.ABSENT
+    assert file.state() is ServiceFileState.ABSENT
 
 
 @pytest.mark.parametrize("content", [b"", OLD.replace("old", "mine").encode(), b"\xff\xfe"])

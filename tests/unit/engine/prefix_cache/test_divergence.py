@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from icehouse_server.domain.events import CacheReport, Divergence, ReuseLimit
+from icehouse_server.domain.events import CacheReport, PromptDivergence, ReuseLimit
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.reuse_plan import plan, with_divergence
-from icehouse_server.engine.prefix_cache.tiers.matching import Prompt
+from icehouse_server.engine.prefix_cache.tiers.matching import LookupPrompt
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates
 
@@ -17,7 +17,7 @@ OTHERS = root_of("others")
 
 
 def report(shelf: Shelf, tokens: list[int], *, shared_root: BlockHash | None = None) -> CacheReport:
-    prompt = Prompt(tuple(tokens), ROOT, shared_root)
+    prompt = LookupPrompt(tuple(tokens), ROOT, shared_root)
     return with_divergence(shelf.tree, prompt, plan(shelf.tree, prompt, Rates())).report
 
 
@@ -31,19 +31,19 @@ def test_the_first_token_that_differs_is_named(facts: CacheFacts, place: int) ->
     shelf = Shelf(facts)
     shelf.chain(LONG, ram=True)
     found = report(shelf, [*changed(place), 1])
-    assert found.divergence == Divergence(place, prompt_token_id=7, cached_token_id=LONG[place])
+    assert found.divergence == PromptDivergence(place, prompt_token_id=7, cached_token_id=LONG[place])
 
 
 @pytest.mark.parametrize("place", [0, 1, 5, 50, 159])
 def test_a_prompt_that_differs_early_is_known_by_what_comes_after(place: int) -> None:
     shelf = Shelf()
     shelf.chain(LONG, ram=True)
-    assert report(shelf, changed(place)).divergence == Divergence(place, 7, LONG[place])
+    assert report(shelf, changed(place)).divergence == PromptDivergence(place, 7, LONG[place])
     # A line that is longer or gone moves all that follows.
     longer = [*LONG[:place], 7, 8, 9, *LONG[place:]]
-    assert report(shelf, longer).divergence == Divergence(place, 7, LONG[place])
+    assert report(shelf, longer).divergence == PromptDivergence(place, 7, LONG[place])
     shorter = [*LONG[:place], *LONG[place + 3 :]]
-    assert report(shelf, shorter).divergence == Divergence(place, LONG[place + 3], LONG[place])
+    assert report(shelf, shorter).divergence == PromptDivergence(place, LONG[place + 3], LONG[place])
 
 
 def test_a_prompt_with_less_than_half_in_common_is_another_one() -> None:
@@ -70,14 +70,14 @@ def test_of_several_the_one_that_goes_along_farthest_counts() -> None:
     shelf.chain(changed(250), ram=True)
     shelf.chain(changed(170), ram=True)
     asked = [*LONG[:252], 8, *LONG[253:]]
-    assert report(shelf, asked).divergence == Divergence(252, 8, LONG[252])
+    assert report(shelf, asked).divergence == PromptDivergence(252, 8, LONG[252])
 
 
 def test_the_latest_of_equals_counts() -> None:
     shelf = Shelf()
     shelf.chain(changed(201, to=5), ram=True)
     shelf.chain(changed(201, to=6), ram=True)
-    assert report(shelf, changed(201)).divergence == Divergence(201, 7, 6)
+    assert report(shelf, changed(201)).divergence == PromptDivergence(201, 7, 6)
 
 
 def test_blocks_whose_tokens_nobody_has_read_tell_nothing() -> None:
@@ -105,11 +105,11 @@ def test_what_is_its_own_behind_a_shared_beginning_is_told() -> None:
     assert beginning[-1].hash not in names
     shelf.block(names[-1], 200, LONG[200:204], ram=True, ssd=False)
     found = report(shelf, changed(202), shared_root=OTHERS)
-    assert found.divergence == Divergence(202, 7, LONG[202])
+    assert found.divergence == PromptDivergence(202, 7, LONG[202])
 
 
 def test_nothing_is_looked_for_unless_asked() -> None:
     shelf = Shelf()
     shelf.chain(LONG, ram=True)
-    found = plan(shelf.tree, Prompt(tuple(changed(201)), ROOT), Rates())
+    found = plan(shelf.tree, LookupPrompt(tuple(changed(201)), ROOT), Rates())
     assert found.report.limit is ReuseLimit.DIVERGED and found.report.divergence is None

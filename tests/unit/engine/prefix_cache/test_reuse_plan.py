@@ -7,7 +7,7 @@ from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan
 from icehouse_server.engine.prefix_cache.reuse_plan import plan as plan_for
-from icehouse_server.engine.prefix_cache.tiers.matching import Prompt
+from icehouse_server.engine.prefix_cache.tiers.matching import LookupPrompt
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates
 
 from tests.fixtures.known_blocks import (
@@ -26,7 +26,7 @@ LONG = list(range(100, 100 + 5 * SIZE))
 
 
 def plan(shelf: Shelf, tokens: list[int], *, with_ssd: bool = True, rates: Rates | None = None) -> Plan:
-    return plan_for(shelf.tree, Prompt(tuple(tokens), ROOT), rates or Rates(), with_ssd=with_ssd)
+    return plan_for(shelf.tree, LookupPrompt(tuple(tokens), ROOT), rates or Rates(), with_ssd=with_ssd)
 
 
 def test_all_from_ram() -> None:

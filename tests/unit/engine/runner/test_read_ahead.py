@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.engine.runner import model_loader, read_ahead
-from icehouse_server.engine.runner.read_ahead import ReadAhead
+from icehouse_server.engine.runner.read_ahead import WeightReadAhead
 
 from tests.fixtures.patience import BOUND_S
 
@@ -23,7 +23,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return made
 
 
-def until_has(ahead: ReadAhead, size_bytes: int) -> None:
+def until_has(ahead: WeightReadAhead, size_bytes: int) -> None:
     asked = threading.Event()
     for _ in range(int(BOUND_S * 100)):
         if ahead.has(size_bytes):
@@ -33,7 +33,7 @@ def until_has(ahead: ReadAhead, size_bytes: int) -> None:
 
 
 def test_it_reads_what_is_asked_for_and_a_bounded_part_of_the_rest(files: list[Path]) -> None:
-    with ReadAhead(files) as ahead:
+    with WeightReadAhead(files) as ahead:
         until_has(ahead, 15)
         assert ahead._read_bytes < 15 + 20 + 10
         until_has(ahead, 100)
@@ -52,7 +52,7 @@ def test_it_reads_some_slices_ahead_of_what_is_loaded_and_no_more(
     with file.open("wb") as weights:
         weights.truncate(16 * slice_bytes)
     rests = threading.Event()
-    with ReadAhead([file]) as ahead:
+    with WeightReadAhead([file]) as ahead:
         wait_for = ahead._changed.wait_for
 
         def note_and_wait(may_go_on: Callable[[], bool]) -> bool:
@@ -67,16 +67,16 @@ def test_it_reads_some_slices_ahead_of_what_is_loaded_and_no_more(
 
 
 def test_the_thread_ends_with_the_block_and_where_a_file_cannot_be_read(files: list[Path]) -> None:
-    with ReadAhead(files) as left:
+    with WeightReadAhead(files) as left:
         until_has(left, 10)
     left._thread.join(BOUND_S)
     assert not left._thread.is_alive(), "it is left in the middle"
     files[0].unlink()
-    with ReadAhead(files) as broken:
+    with WeightReadAhead(files) as broken:
         until_has(broken, 100)
 
 
 def test_nobody_asks_and_nothing_is_read(files: list[Path]) -> None:
-    with ReadAhead(files) as ahead:
+    with WeightReadAhead(files) as ahead:
         pass
     assert ahead._thread.ident is None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.config import SecurityConfig
 from icehouse_server.rpc.access import credentials, tokens
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.access.tokens import line_of, new_token
 from icehouse_server.small_file import SmallFile, read_small_file
@@ -40,7 +40,7 @@ class Place:
         self.replace("server.key", key)
 
     def put_token(self, token: str) -> None:
-        line = line_of(token, tenant="search", role=Role.TENANT, expire_date=None)
+        line = line_of(token, tenant="search", role=CallerRole.TENANT, expire_date=None)
         self.replace("tokens", line.encode())
 
     def replace(self, name: str, content: bytes) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.errors import Overloaded, Reason
-from icehouse_server.rpc.access.shares import FairQueue, FairShare, Hold
+from icehouse_server.rpc.access.shares import FairQueue, FairShare, QueueHold
 from icehouse_server.rpc.calls.methods import CallPool, shares_of
 
 from tests.fixtures.patience import BOUND_S
@@ -71,7 +71,7 @@ def test_a_refusal_says_how_many_and_when_to_come_back() -> None:
     assert caught.value.retry_after_s
 
 
-async def wait_for(queue: FairQueue, origin: str, amount: int = 1) -> asyncio.Task[Hold]:
+async def wait_for(queue: FairQueue, origin: str, amount: int = 1) -> asyncio.Task[QueueHold]:
     """Begin to wait and return when that has begun."""
     task = asyncio.ensure_future(queue.take(origin, amount))
     await asyncio.sleep(0)

@@ -21,7 +21,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import TenantUse
 from icehouse_server.rpc.access import tenants as tenants_module
 from icehouse_server.rpc.access.tenants import Tenants
-from icehouse_server.rpc.calls.methods import METHODS, Cost
+from icehouse_server.rpc.calls.methods import METHODS, CallCost
 from icehouse_server.rpc.rpc_server import pool_with_v1
 
 from tests.fixtures.engine import FakeClock
@@ -231,7 +231,7 @@ async def test_names_that_callers_make_up_are_bounded(monkeypatch: pytest.Monkey
         await served.cancelled()
 
 
-@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.cost is Cost.PROMPT])
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.cost is CallCost.PROMPT])
 async def test_prompts_that_the_engine_does_not_run_count_too(tmp_path: Path, name: str) -> None:
     """One minute's tokens are used up by one call; then that tenant has to wait, and no other."""
     pool: Any = pool_with_v1()

@@ -27,7 +27,7 @@ from icehouse_server.config import ConnectionConfig, SecurityConfig, TenantConfi
 from icehouse_server.domain.cache_commands import EvictReport, VerifyReport
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import TOKEN_COUNT_LIMIT, TokenFile, digest_of, line_of, new_token
 
 from tests.fixtures.patience import BOUND_S
@@ -51,7 +51,9 @@ def write(path: Path, *lines: str) -> None:
     written.replace(path)
 
 
-def line(token: str, tenant: str, role: Role = Role.TENANT, *, last_day: str | None = None) -> str:
+def line(
+    token: str, tenant: str, role: CallerRole = CallerRole.TENANT, *, last_day: str | None = None
+) -> str:
     date = None if last_day is None else datetime.date.fromisoformat(last_day)
     return line_of(token, tenant=tenant, role=role, expire_date=date)
 
@@ -67,7 +69,9 @@ async def guarded_server(
 ) -> AsyncIterator[RunningServer]:
     """Start a server with three tokens: two tenants and an operator. `settings` are SecurityConfig's."""
     file = tmp_path / "tokens"
-    write(file, "# ours", line(SEARCH, "search"), "", line(ADS, "ads"), line(BOSS, "boss", Role.OPERATOR))
+    write(
+        file, "# ours", line(SEARCH, "search"), "", line(ADS, "ads"), line(BOSS, "boss", CallerRole.OPERATOR)
+    )
     security = SecurityConfig(token_file=str(file), **settings)
     async with running(security=security, tenants=tenants, connection=connection, **server) as served:
         yield served

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, CallerRole
 from icehouse_server.rpc.calls.watchers import REFUSAL_LINE_BURST_COUNT, REFUSAL_LINES_PER_S, AccessLog
 
 from tests.fixtures.engine import FakeClock
@@ -52,7 +52,7 @@ def test_nobodys_refusals_leave_no_tenants_out(told: pytest.LogCaptureFixture) -
     for _ in range(1000):
         log.write(refusal(tenant=""), trace_id="")
     for tenant in ("red", "blue"):
-        token = callers.current.set(Caller(tenant, Role.TENANT))
+        token = callers.current.set(Caller(tenant, CallerRole.TENANT))
         log.write(refusal(tenant=tenant), trace_id="")
         callers.current.reset(token)
     assert [vars(line)["tenant"] for line in told.records[-2:]] == ["red", "blue"]

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from icehouse.v1 import inference_service_pb2, server_service_pb2
-from icehouse_server.rpc.calls.methods import METHODS, CallPool, Cost, Method, MethodAccess
+from icehouse_server.rpc.calls.methods import METHODS, CallCost, CallPool, Method, MethodAccess
 from icehouse_server.rpc.rpc_server import pool_with_v1
 
 from docs import method_table
@@ -53,7 +53,7 @@ def test_whoever_need_not_prove_anything_is_bounded_apart(name: str, row: Method
     assert is_open == (row.pool is CallPool.HEALTH)
     if is_open:
         assert row.message_byte_limit is not None and row.message_timeout_s is not None
-        assert row.cost is Cost.NOTHING
+        assert row.cost is CallCost.NOTHING
 
 
 @pytest.mark.parametrize(("name", "row"), METHODS_HERE.items())
@@ -62,7 +62,7 @@ def test_what_takes_a_prompt_is_charged_for_it(name: str, row: Method) -> None:
     pool: Any = pool_with_v1()
     fields = pool.FindServiceByName(service).methods_by_name[method].input_type.fields_by_name
     has_prompt = bool({"prompt", "text", "inputs", "documents", "tokenized", "token_ids"} & set(fields))
-    assert has_prompt == (row.cost is not Cost.NOTHING)
+    assert has_prompt == (row.cost is not CallCost.NOTHING)
 
 
 @pytest.mark.parametrize(("name", "row"), METHODS.items())

@@ -23,7 +23,7 @@ from icehouse_server.domain.cache_stats import CacheStats, LookupStats, MissToke
 from icehouse_server.domain.call import CallRecord, PeerKind, WireRecord
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.stats import EngineStats, SampleRates, Snapshot
+from icehouse_server.domain.stats import EngineStats, SampleRates, StatsSnapshot
 from icehouse_server.rpc.access.caller import peer_kind
 from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.watchers import Telemetry
@@ -333,7 +333,7 @@ def test_a_busy_server_reports_more_than_one() -> None:
     lookups = LookupStats(
         ram_token_total=20, ssd_token_total=10, miss_tokens=(MissTokens(ReuseLimit.NO_MATCH, 10),)
     )
-    snapshot = Snapshot(
+    snapshot = StatsSnapshot(
         EngineState.READY,
         heartbeat_age_s=0,
         sample_time=0,

@@ -18,9 +18,9 @@ from icehouse_server.domain.request import GenerationRequest, Logprob, TokenLogp
 from icehouse_server.errors import CannotFit, Overloaded, Reason
 from icehouse_server.rpc.access.shares import FairShare
 from icehouse_server.rpc.calls.watchers import Telemetry
-from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.calls.wire import EncodedResponse
 from icehouse_server.rpc.engine_client import answers
-from icehouse_server.rpc.engine_client.answers import FREE_BYTES, Answers
+from icehouse_server.rpc.engine_client.answers import FREE_BYTES, CallAnswers
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import finished, started
@@ -56,8 +56,8 @@ def memory(limit: int = 100_000) -> FairShare:
 
 async def test_what_is_written_counts_until_it_is_taken() -> None:
     share, connection = memory(), Connection()
-    answers.current.set(Answers(share, origin="a"))
-    writing = asyncio.ensure_future(answers.write(connection, Encoded(bytes(20_000))))
+    answers.current.set(CallAnswers(share, origin="a"))
+    writing = asyncio.ensure_future(answers.write(connection, EncodedResponse(bytes(20_000))))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
         share.take("a", 40_000)
@@ -68,9 +68,9 @@ async def test_what_is_written_counts_until_it_is_taken() -> None:
 
 async def test_what_was_broken_off_counts_until_the_call_is_over() -> None:
     share, connection = memory(), Connection()
-    held = Answers(share, origin="a")
+    held = CallAnswers(share, origin="a")
     answers.current.set(held)
-    writing = asyncio.ensure_future(answers.write(connection, Encoded(bytes(20_000))))
+    writing = asyncio.ensure_future(answers.write(connection, EncodedResponse(bytes(20_000))))
     await asyncio.sleep(0)
     writing.cancel()
     await asyncio.wait([writing])
@@ -81,7 +81,7 @@ async def test_what_was_broken_off_counts_until_the_call_is_over() -> None:
 
 
 def test_what_a_caller_could_never_have_is_refused_for_good() -> None:
-    held = Answers(memory(), origin="a")
+    held = CallAnswers(memory(), origin="a")
     with pytest.raises(CannotFit, match=r"server\.answer_memory_bytes"):
         held.buffer(50_001)
     held.close()
@@ -91,7 +91,7 @@ def test_what_a_caller_could_never_have_is_refused_for_good() -> None:
 def test_short_answers_are_never_refused() -> None:
     share = memory()
     share.take("a", 50_000)
-    held = Answers(share, origin="a")
+    held = CallAnswers(share, origin="a")
     held.buffer(FREE_BYTES)
     with pytest.raises(Overloaded):
         held.buffer(FREE_BYTES + 1)

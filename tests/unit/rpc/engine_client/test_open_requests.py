@@ -11,13 +11,13 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import GenerationRequest, part_of, request_id_of
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import AlreadyExists, InvalidRequest, NotFound
-from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, CallerRole
 from icehouse_server.rpc.engine_client.open_requests import RequestPhase
 
 from tests.fixtures.engine import request as plain_request
 from tests.fixtures.rpc.submissions import Submissions, submissions
 
-RED, BLUE = Caller(Tenant("red"), Role.TENANT), Caller(Tenant("blue"), Role.TENANT)
+RED, BLUE = Caller(Tenant("red"), CallerRole.TENANT), Caller(Tenant("blue"), CallerRole.TENANT)
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from icehouse_server.domain.cache_commands import (
     BeginListing,
     BlockTokens,
     ContinueListing,
+    ExportListing,
     KnownTokens,
-    Listing,
     ReadTokens,
     Tier,
 )
@@ -60,14 +60,14 @@ def test_a_listing_is_taken_slice_by_slice() -> None:
     assert question == BeginListing((DEFAULT_TENANT,))
     follower.log.begin()
     follower.came(1)
-    assert follower.made.answer(question, Listing(1))
+    assert follower.made.answer(question, ExportListing(1))
     assert follower.made.question() is None, "what was told comes first"
     assert follower.publish() == 1
     question = follower.made.question()
     assert question == ContinueListing()
     follower.came(2)
     follower.log.note(ListingEnded())
-    assert follower.made.answer(question, Listing(0))
+    assert follower.made.answer(question, ExportListing(0))
     assert follower.publish() == 2
     assert follower.made.question() is None
 
@@ -123,7 +123,7 @@ def test_a_log_that_went_off_is_listed_anew() -> None:
     follower.log.begin()
     follower.came(8)
     follower.log.note(ListingEnded())
-    assert follower.made.answer(question, Listing(0))
+    assert follower.made.answer(question, ExportListing(0))
     assert follower.publish() == 1
 
 
@@ -132,7 +132,7 @@ def test_another_tenants_root_is_asked_for() -> None:
     follower.made.begin(Tenant("b"))
     question = follower.made.question()
     assert isinstance(question, BeginListing) and set(question.tenants) == {DEFAULT_TENANT, Tenant("b")}
-    follower.made.answer(question, Listing(0))
+    follower.made.answer(question, ExportListing(0))
     follower.made.begin(Tenant("b"))
     assert follower.made.question() is None
 
@@ -152,6 +152,6 @@ def listed(follower: Follower) -> Follower:
     assert question is not None
     follower.log.begin()
     follower.log.note(ListingEnded())
-    follower.made.answer(question, Listing(0))
+    follower.made.answer(question, ExportListing(0))
     follower.publish()
     return follower

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from icehouse_server.domain.cache_commands import BeginListing, Listing, Tier
+from icehouse_server.domain.cache_commands import BeginListing, ExportListing, Tier
 from icehouse_server.domain.ids import DEFAULT_TENANT, BlockHash, CacheScope
 from icehouse_server.engine.core.block_log import BlockLog, Came, ListingEnded
 from icehouse_server.errors import IcehouseError, Reason
@@ -34,7 +34,7 @@ class ListingEngine:
     def __init__(self, engine: FakeEngine, log: BlockLog) -> None:
         self.log = log
         log.add_roots({ROOT: CacheScope()})
-        engine.order_answer = Listing(0)
+        engine.order_answer = ExportListing(0)
         submit = engine.submit_command
 
         def note_and_submit(command: object, reply: object) -> None:

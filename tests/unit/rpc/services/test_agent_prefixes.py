@@ -13,7 +13,7 @@ from icehouse.v1 import cache_service_pb2, tool_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.config import ServerConfig, TenantConfig
 from icehouse_server.domain.cache_commands import EndSession, Explanation, SessionEndReport
-from icehouse_server.domain.events import CacheReport, Divergence
+from icehouse_server.domain.events import CacheReport, PromptDivergence
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.calls.watchers import log_fields_of
 
@@ -25,7 +25,7 @@ from tests.unit.rpc.access.test_tokens import BOSS, SEARCH, bearer, guarded_serv
 from tests.unit.rpc.calls.test_wire import watched_server
 from tests.unit.rpc.conftest import RunningServer, running
 
-PARTED = CacheReport(ram_token_count=3, divergence=Divergence(3, ord("a"), ord("b")))
+PARTED = CacheReport(ram_token_count=3, divergence=PromptDivergence(3, ord("a"), ord("b")))
 TOLD = usage_pb2.PrefixDivergence(
     token_index=3,
     prompt_token=usage_pb2.DivergentToken(id=ord("a"), text="a"),

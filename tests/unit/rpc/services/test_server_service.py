@@ -16,7 +16,7 @@ from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_server.config import CacheConfig, Config, FleetConfig, ModelConfig, SecurityConfig
 from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.caller import CallerRole
 from icehouse_server.rpc.access.tokens import line_of, new_token
 from icehouse_server.rpc.messages import field_checks
 from icehouse_server.rpc.services.server_service import server_proto
@@ -219,7 +219,12 @@ async def test_what_cannot_be_is_refused(
 async def test_a_tenant_sees_and_ends_its_own_and_an_operator_all(tmp_path: Path) -> None:
     tokens = {name: new_token() for name in ("red", "blue", "boss")}
     lines = [
-        line_of(token, tenant=name, role=Role.OPERATOR if name == "boss" else Role.TENANT, expire_date=None)
+        line_of(
+            token,
+            tenant=name,
+            role=CallerRole.OPERATOR if name == "boss" else CallerRole.TENANT,
+            expire_date=None,
+        )
         for name, token in tokens.items()
     ]
     file = tmp_path / "tokens"

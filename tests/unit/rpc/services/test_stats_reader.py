@@ -14,12 +14,12 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.stats import GroupStats, RankState, RankStats, ReplyStats
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, CallerRole
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls.watchers import ReadGroup, Telemetry
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel, StatsReply
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.services.observation import Observation
+from icehouse_server.rpc.services.observation import CallObservation
 
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
 from tests.fixtures.rpc.seats import one_seat
@@ -39,7 +39,7 @@ class CountedEngine(FakeEngine):
 @contextlib.asynccontextmanager
 async def reading(
     *, group: ReadGroup | None = None
-) -> AsyncIterator[tuple[Observation, CountedEngine, Router]]:
+) -> AsyncIterator[tuple[CallObservation, CountedEngine, Router]]:
     clock = FakeClock()
     router = Router(asyncio.get_running_loop())
     engine = CountedEngine(router)
@@ -48,7 +48,7 @@ async def reading(
     await asyncio.sleep(0)
     tenants = Tenants(TenantConfig(), running_limit=0, clock=clock)
     yield (
-        Observation(
+        CallObservation(
             Telemetry(group=group),
             seats=one_seat(engine, router, clock),
             tenants=tenants,
@@ -82,8 +82,8 @@ async def test_all_who_come_while_it_counts_get_the_next_answer_together() -> No
 
 async def test_all_who_are_told_the_same_get_one_message() -> None:
     async with reading() as (reader, engine, _):
-        blue, red = Caller(Tenant("blue"), Role.TENANT), Caller(Tenant("red"), Role.TENANT)
-        callers = [UNPROVED, blue, UNPROVED, red, Caller(Tenant("boss"), Role.OPERATOR), blue]
+        blue, red = Caller(Tenant("blue"), CallerRole.TENANT), Caller(Tenant("red"), CallerRole.TENANT)
+        callers = [UNPROVED, blue, UNPROVED, red, Caller(Tenant("boss"), CallerRole.OPERATOR), blue]
         for _ in range(2):
             asked_count = engine.asked_count
             told = await asyncio.gather(*(reader.answer(caller) for caller in callers))
@@ -97,7 +97,7 @@ async def test_all_who_are_told_the_same_get_one_message() -> None:
 
 async def test_a_group_is_shown_to_operators_alone_and_only_where_there_is_one() -> None:
     ranks = GroupStats(1, (RankStats(0, "a", RankState.READY),))
-    tenant, operator = (Caller(Tenant("blue"), role) for role in (Role.TENANT, Role.OPERATOR))
+    tenant, operator = (Caller(Tenant("blue"), role) for role in (CallerRole.TENANT, CallerRole.OPERATOR))
     for group in (lambda engine, cache: ranks, None):
         async with reading(group=group) as (reader, _, _):
             own, whole = [

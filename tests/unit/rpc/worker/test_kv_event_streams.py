@@ -15,8 +15,8 @@ from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import BlockLog, Came, Left, RootsKnown
 from icehouse_server.errors import EventsExpired, EventsLost
-from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
-from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, CallerRole
+from icehouse_server.rpc.calls.wire import EncodedResponse
 from icehouse_server.rpc.kv_events.block_mirror import (
     BlockImage,
     BlockRemoved,
@@ -37,8 +37,8 @@ pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto comes with the extr
 
 from icehouse_server.rpc.worker.kv_event_streams import (
     BEGINNING_BURST_COUNT,
+    EventReader,
     KvEventStreams,
-    Reader,
     batch_proto,
 )
 from smg_grpc_proto.generated import common_pb2 as common
@@ -48,7 +48,7 @@ from tests.fixtures.patience import BOUND_S
 
 PATH = "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"
 OWN, OTHER = Tenant(""), Tenant("other")
-UNPROVED_READER = Reader(OWN, sees_all_tokens=True)
+UNPROVED_READER = EventReader(OWN, sees_all_tokens=True)
 ROOTS = {OWN: BlockHash(b"o" * 32), OTHER: BlockHash(b"p" * 32)}
 FIRST = KvBlock(-5, None, pack_tokens([1, 2, 3, 4]), CacheScope(OTHER, AdapterName("formal")))
 SECOND = KvBlock(6, -5, pack_tokens([5, 6, 7, 8]), CacheScope())
@@ -96,7 +96,7 @@ def test_a_block_with_images_names_them_beside_its_tokens() -> None:
 
 def test_what_is_not_the_subscribers_own_has_a_salt() -> None:
     batch = KvBatch(9, 1.5, (BlockStored(FIRST, Tier.RAM), BlockStored(SECOND, Tier.RAM)))
-    readers = {own: Reader(own, sees_all_tokens=True) for own in (OWN, OTHER)}
+    readers = {own: EventReader(own, sees_all_tokens=True) for own in (OWN, OTHER)}
     salts = {
         own: [e.stored.cache_salt for e in batch_proto(batch, reader).events]
         for own, reader in readers.items()
@@ -108,7 +108,9 @@ def test_of_blocks_that_are_not_the_readers_own_the_hashes_are_told() -> None:
     images = (BlockImage("ca" * 32, -3),)
     foreign = dataclasses.replace(FIRST, images=images)
     batch = KvBatch(9, 1.5, (BlockStored(foreign, Tier.RAM), BlockStored(SECOND, Tier.RAM)))
-    first, second = (event.stored for event in batch_proto(batch, Reader(OWN, sees_all_tokens=False)).events)
+    first, second = (
+        event.stored for event in batch_proto(batch, EventReader(OWN, sees_all_tokens=False)).events
+    )
     assert first == common.KvBlocksStored(
         blocks=[common.KvBlock(block_hash=-5, block_size=4)],
         tier=common.KV_CACHE_TIER_DEVICE,
@@ -146,7 +148,7 @@ class Stream:
             return read(await anext(self.batches))
 
 
-def read(message: Encoded) -> common.KvEventBatch:
+def read(message: EncodedResponse) -> common.KvEventBatch:
     return common.KvEventBatch.FromString(message.data)
 
 
@@ -193,7 +195,7 @@ async def test_a_silent_server_is_heard_of_by_its_load(source: KvEventSource) ->
 
 async def test_a_tenant_is_told_of_its_own_alone(source: KvEventSource) -> None:
     tell(source, block(1), block(2, OTHER))
-    stream = Stream(source, Caller(OTHER, Role.TENANT))
+    stream = Stream(source, Caller(OTHER, CallerRole.TENANT))
     state = await stream.next()
     assert [e.stored.blocks[0].block_hash for e in state.events if e.HasField("stored")] == [2]
     tell(source, block(3))
@@ -208,10 +210,10 @@ async def test_a_tenant_is_told_of_its_own_alone(source: KvEventSource) -> None:
     ("caller", "operators_see_tokens", "seen"),
     [
         (UNPROVED, False, {1: [1] * 4, 2: [2] * 4}),
-        (Caller(OTHER, Role.TENANT), False, {2: [2] * 4}),
-        (Caller(OTHER, Role.OPERATOR), False, {1: [], 2: [2] * 4}),
-        (Caller(Tenant("third"), Role.OPERATOR), False, {1: [], 2: []}),
-        (Caller(Tenant("third"), Role.OPERATOR), True, {1: [1] * 4, 2: [2] * 4}),
+        (Caller(OTHER, CallerRole.TENANT), False, {2: [2] * 4}),
+        (Caller(OTHER, CallerRole.OPERATOR), False, {1: [], 2: [2] * 4}),
+        (Caller(Tenant("third"), CallerRole.OPERATOR), False, {1: [], 2: []}),
+        (Caller(Tenant("third"), CallerRole.OPERATOR), True, {1: [1] * 4, 2: [2] * 4}),
     ],
 )
 async def test_operators_see_others_tokens_only_where_a_setting_says_so(
@@ -236,7 +238,7 @@ async def test_events_are_encoded_once_for_all_who_are_told_the_same(source: KvE
     tell(source, block(1), block(2, OTHER))
     streams = KvEventStreams(source)
     readers = [Stream(source, UNPROVED, streams=streams) for _ in range(3)]
-    readers.append(Stream(source, Caller(OTHER, Role.OPERATOR), streams=streams))
+    readers.append(Stream(source, Caller(OTHER, CallerRole.OPERATOR), streams=streams))
     for _ in range(2):
         for each in readers:
             await each.next()

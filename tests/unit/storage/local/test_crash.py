@@ -7,7 +7,7 @@ import os
 import sqlite3
 
 import pytest
-from icehouse_server.storage.api import Failure, Loaded, Persisted
+from icehouse_server.storage.api import BlockPersisted, BlocksLoaded, StorageFailure
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.reconcile import Scan
@@ -124,7 +124,7 @@ def test_crash_after_every_step(tmp_path, crashing_manifest, name, cipher):
         crashing_manifest["files"] = files
         dead = StorageThread(directory, files=files, cipher=cipher)
         has_crashed = run_until_crash(dead, functools.partial(scenario, cipher=cipher))
-        persisted = {o.record.hash for o in dead.outcomes if isinstance(o, Persisted)}
+        persisted = {o.record.hash for o in dead.outcomes if isinstance(o, BlockPersisted)}
         crashing_manifest.clear()
         if not has_crashed:
             break
@@ -156,8 +156,8 @@ def assert_whatever_is_known_is_right(served: StorageThread, blocks) -> None:
     for block in blocks:
         if block.header.hash in known:
             served.storage.get_into(*plan([block]))
-            outcome = next(o for o in served.take() if isinstance(o, Loaded | Failure))
-            if isinstance(outcome, Loaded):
+            outcome = next(o for o in served.take() if isinstance(o, BlocksLoaded | StorageFailure))
+            if isinstance(outcome, BlocksLoaded):
                 assert_holds(outcome, [block])
             else:
                 # The only block allowed to be bad is the one a scenario damaged itself.

@@ -9,9 +9,9 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.domain.cache_stats import IntegrityStats
-from icehouse_server.storage.api import Failure, Loaded
+from icehouse_server.storage.api import BlocksLoaded, StorageFailure
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import open_key
 from icehouse_server.storage.local.directory.manifest import Manifest
@@ -70,7 +70,7 @@ def test_spilled_and_loaded_after_a_restart(directory: Path) -> None:
     chain = chain_of(CIPHER, checkpoint=True)
     with server_of(directory) as served:
         assert served.storage.get_into(*plan(chain))
-        (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
+        (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, BlocksLoaded)]
         assert loaded.failure is None
         assert_holds(loaded, chain)
         served.storage.verify()
@@ -98,10 +98,10 @@ def test_forged_bytes_are_a_miss_and_counted(directory: Path) -> None:
         served.settle()
         forge(Path(served.path(chain[1])), flip_at=7)
         served.storage.get_into(*plan(chain))
-        (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
+        (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, BlocksLoaded)]
         stats = served.stats()
         assert [block.header for block in loaded.blocks] == [chain[0].header]
-        assert loaded.failure is not None and loaded.failure.cause is Damage.AUTH_TAG
+        assert loaded.failure is not None and loaded.failure.cause is BlockDamage.AUTH_TAG
         assert (stats.integrity.seal_failure_total, stats.integrity.quarantined_file_count) == (1, 1)
         assert_holds(loaded, chain[:1])
 
@@ -116,8 +116,8 @@ def test_a_block_in_the_clear_is_not_taken_for_an_encrypted_one(directory: Path,
     with server_of(directory) as served:
         Path(served.path(block)).write_bytes(planted)
         served.storage.get_into(*plan([block]))
-        (failed,) = [outcome for outcome in served.take() if isinstance(outcome, Failure)]
-    assert failed.cause is Damage.AUTH_TAG
+        (failed,) = [outcome for outcome in served.take() if isinstance(outcome, StorageFailure)]
+    assert failed.cause is BlockDamage.AUTH_TAG
 
 
 @pytest.mark.parametrize("cipher", [None, OTHER_CIPHER], ids=["no key", "another key"])
@@ -151,12 +151,12 @@ def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, cipher: Cipher 
         mine = chain_of(cipher, 1)
         served.spill(*mine)
         served.storage.get_into(*plan(mine))
-        assert any(isinstance(outcome, Loaded) for outcome in served.take())
+        assert any(isinstance(outcome, BlocksLoaded) for outcome in served.take())
     check_is_clean(directory)
     with server_of(directory) as served:
         assert known(served) == [True] * 3
         served.storage.get_into(*plan(chain))
-        (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
+        (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, BlocksLoaded)]
         assert_holds(loaded, chain)
 
 
@@ -230,5 +230,5 @@ def test_a_directory_deleted_under_a_server_is_readable_after_its_next_start(tmp
     with server_of(directory, again) as served:
         served.take()
         served.storage.get_into(*plan(blocks))
-        loaded = next(o for o in served.take() if isinstance(o, Loaded))
+        loaded = next(o for o in served.take() if isinstance(o, BlocksLoaded))
         assert_holds(loaded, blocks)

@@ -8,17 +8,17 @@ import shutil
 import sqlite3
 
 import pytest
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.api import (
-    Evicted,
-    Failure,
+    BlockPersisted,
+    BlocksEvicted,
+    BlocksLoaded,
+    BlocksPurged,
     Inventory,
-    Loaded,
-    Persisted,
-    Purged,
-    Trouble,
+    StorageFailure,
+    StorageTrouble,
     Verified,
 )
 from icehouse_server.storage.local.directory.manifest import Manifest
@@ -68,7 +68,7 @@ def test_each_verb_failing_once(tmp_path, verb, error_number):
             stats = served.stats()
             assert not stats.disk.writes_off_detail
             assert_every_spill_has_one_outcome(outcomes, chain, stats)
-            for loaded in (o for o in outcomes if isinstance(o, Loaded)):
+            for loaded in (o for o in outcomes if isinstance(o, BlocksLoaded)):
                 assert_holds(loaded, chain[: len(loaded.blocks)])
         with StorageThread(directory, clock=clock) as again:
             again.settle()
@@ -82,7 +82,7 @@ def test_each_verb_failing_once(tmp_path, verb, error_number):
 
 
 def assert_every_spill_has_one_outcome(outcomes, chain, stats) -> None:
-    persisted = [o.record.hash for o in outcomes if isinstance(o, Persisted)]
+    persisted = [o.record.hash for o in outcomes if isinstance(o, BlockPersisted)]
     dropped = [o.hash for o in drops(outcomes) if o.hash is not None]
     assert sorted(persisted + dropped) == sorted(block.header.hash for block in chain)
     assert stats.spill.accepted_block_total == 3
@@ -100,14 +100,14 @@ def test_a_full_disk_evicts_once_then_stops_until_there_is_space(tmp_path):
         files.is_armed = True
         served.spill(new, later)
         outcomes = served.take()
-        assert Evicted((old.header.hash,)) in outcomes
+        assert BlocksEvicted((old.header.hash,)) in outcomes
         assert [o.cause for o in drops(outcomes)] == [SpillDropCause.DISK_FULL, SpillDropCause.WRITES_OFF]
         assert "full" in served.stats().disk.writes_off_detail
         assert files.calls["write"] == 2
         files.is_armed = False
         served.clock.advance(5)
         served.spill(later)
-        assert [type(o) for o in served.take()] == [Persisted]
+        assert [type(o) for o in served.take()] == [BlockPersisted]
 
 
 def test_one_enospc_is_cured_by_evicting(tmp_path):
@@ -118,7 +118,7 @@ def test_one_enospc_is_cured_by_evicting(tmp_path):
         files.is_armed = True
         served.take()
         served.spill(new)
-        assert [type(o) for o in served.take()] == [Evicted, Persisted]
+        assert [type(o) for o in served.take()] == [BlocksEvicted, BlockPersisted]
 
 
 def test_the_free_space_floor_is_kept(tmp_path):
@@ -139,7 +139,7 @@ def test_a_deleted_directory_is_made_anew(tmp_path):
         served.storage.get_into(*plan([first]))
         served.spill(second)
         outcomes = served.take()
-        assert next(o for o in outcomes if isinstance(o, Failure)).cause is Damage.MISSING
+        assert next(o for o in outcomes if isinstance(o, StorageFailure)).cause is BlockDamage.MISSING
         assert drops(outcomes)[0].cause in (
             SpillDropCause.WRITE_FAILED,
             SpillDropCause.WRITES_OFF,
@@ -148,7 +148,7 @@ def test_a_deleted_directory_is_made_anew(tmp_path):
         served.clock.advance(100)
         served.spill(second)
         outcomes = served.take()
-        assert [type(o) for o in outcomes] == [Inventory, Persisted]
+        assert [type(o) for o in outcomes] == [Inventory, BlockPersisted]
         assert outcomes[0].records == ()
         served.storage.get_into(*plan([second]))
         assert_holds(served.take()[0], [second])
@@ -166,7 +166,7 @@ def test_a_read_only_directory_leaves_the_tier_off_but_alive(tmp_path):
         served.clock.advance(3600)
         files.is_armed = False
         served.spill(make_block())
-        assert [type(o) for o in served.take()] == [Inventory, Persisted]
+        assert [type(o) for o in served.take()] == [Inventory, BlockPersisted]
 
 
 def test_orders_to_a_directory_given_up_are_answered_at_once(tmp_path):
@@ -183,7 +183,7 @@ def test_orders_to_a_directory_given_up_are_answered_at_once(tmp_path):
         ]
         served.settle()
         outcomes = [ticket.outcome for ticket in tickets if ticket is not None]
-        assert len(outcomes) == 3 and all(isinstance(o, Failure) for o in outcomes)
+        assert len(outcomes) == 3 and all(isinstance(o, StorageFailure) for o in outcomes)
         assert all("nothing is written until" in o.detail for o in outcomes)
         assert served.storage.verify() is not None, "their places in the queue were not given back"
 
@@ -201,12 +201,12 @@ def test_a_manifest_that_fails_at_run_time_is_opened_anew(tmp_path, monkeypatch)
             patch.setattr("icehouse_server.storage.local.directory.manifest.Manifest.insert", refuse)
             served.spill(blocks[1])
         outcomes = served.take()
-        assert [type(o) for o in outcomes] == [Failure]
+        assert [type(o) for o in outcomes] == [StorageFailure]
         assert not os.path.exists(served.path(blocks[1]))
         served.clock.advance(100)
         served.spill(blocks[2])
         outcomes = served.take()
-        assert [type(o) for o in outcomes] == [Inventory, Persisted]
+        assert [type(o) for o in outcomes] == [Inventory, BlockPersisted]
         assert [record.hash for record in outcomes[0].records] == [blocks[0].header.hash]
 
 
@@ -219,8 +219,8 @@ def test_a_read_error_is_a_miss(tmp_path):
         files.is_armed = True
         served.storage.get_into(*plan([block]))
         outcomes = served.take()
-        assert next(o for o in outcomes if isinstance(o, Failure)).cause is Damage.IO
-        assert Evicted((block.header.hash,)) in outcomes
+        assert next(o for o in outcomes if isinstance(o, StorageFailure)).cause is BlockDamage.IO
+        assert BlocksEvicted((block.header.hash,)) in outcomes
 
 
 SHORTAGES = [errno.EMFILE, errno.ENFILE, errno.ENOMEM]
@@ -238,12 +238,12 @@ def test_a_process_short_of_descriptors_or_memory_loses_no_block(tmp_path, error
         served.storage.get_into(*plan([block]))
         served.storage.verify()
         outcomes = served.take()
-        assert next(o for o in outcomes if isinstance(o, Failure)).cause is Damage.MEMORY
+        assert next(o for o in outcomes if isinstance(o, StorageFailure)).cause is BlockDamage.MEMORY
         verified = next(o for o in outcomes if isinstance(o, Verified))
         assert (verified.checked_count, verified.damaged) == (0, ())
-        assert not any(isinstance(o, Evicted) for o in outcomes) and files.failed_count == 2
+        assert not any(isinstance(o, BlocksEvicted) for o in outcomes) and files.failed_count == 2
         served.storage.get_into(*plan([block]))
-        assert_holds(next(o for o in served.take() if isinstance(o, Loaded)), [block])
+        assert_holds(next(o for o in served.take() if isinstance(o, BlocksLoaded)), [block])
     check_is_clean(tmp_path)
 
 
@@ -296,12 +296,12 @@ def test_a_manifest_without_a_page_for_a_row_gives_nothing_up(tmp_path):
         served.spill(*(make_block(seed=seed) for seed in range(100, 130)))
         outcomes = served.take()
         assert drops(outcomes)[0].cause is SpillDropCause.DISK_FULL
-        assert any(isinstance(o, Evicted) for o in outcomes)
+        assert any(isinstance(o, BlocksEvicted) for o in outcomes)
         connection.execute(f"PRAGMA max_page_count = {10 * pages}")
         served.clock.advance(100)
         served.spill(make_block(seed=200))
         outcomes += served.take()
-        assert isinstance(outcomes[-1], Persisted)
+        assert isinstance(outcomes[-1], BlockPersisted)
         assert not any(isinstance(o, Inventory) for o in outcomes), "the directory was given up"
     check_is_clean(tmp_path)
 
@@ -327,16 +327,16 @@ def test_a_manifest_that_stays_full_stops_writing_and_keeps_all_it_has(tmp_path,
             served.storage.pin((stored[0].header.hash,), UNTIL_UNPINNED)
             outcomes = served.take()
             assert drops(outcomes)[0].cause is SpillDropCause.DISK_FULL and not any(
-                isinstance(o, Evicted) for o in outcomes
+                isinstance(o, BlocksEvicted) for o in outcomes
             )
             assert "full" in served.stats().disk.writes_off_detail
             assert len(served.storage._store.index) == 3
             served.storage.get_into(*plan(stored))
-            assert_holds(next(o for o in served.take() if isinstance(o, Loaded)), stored)
+            assert_holds(next(o for o in served.take() if isinstance(o, BlocksLoaded)), stored)
         served.clock.advance(100)
         served.spill(make_block(seed=52))
         outcomes = served.take()
-        assert [type(o) for o in outcomes] == [Persisted], "no walk, no new inventory"
+        assert [type(o) for o in outcomes] == [BlockPersisted], "no walk, no new inventory"
     with StorageThread(tmp_path) as served:
         hits = {record.hash: record.hit_count for record in served.take_inventory()}
         assert len(hits) == 4 and hits[stored[0].header.hash] == 1
@@ -354,7 +354,7 @@ def test_a_pin_that_is_given_up_is_not_in_the_row_of_a_block_on_its_way(tmp_path
             patch.setattr("icehouse_server.storage.local.directory.manifest.Manifest.set_pins", full_error)
             served.storage.pin((stored.header.hash, block.header.hash), UNTIL_UNPINNED)
             outcomes = served.take()
-        assert any(isinstance(o, Failure) and o.cause is Trouble.UNUSABLE for o in outcomes)
+        assert any(isinstance(o, StorageFailure) and o.cause is StorageTrouble.UNUSABLE for o in outcomes)
         assert outcomes[-1].record.hash == block.header.hash and not outcomes[-1].record.is_pinned
 
 
@@ -374,11 +374,11 @@ def test_a_quota_that_is_used_up_is_a_full_disk_though_sqlite_calls_it_an_error(
             served.spill(make_block(seed=50))
         outcomes = served.take()
         assert [o.cause for o in drops(outcomes)] == [SpillDropCause.DISK_FULL]
-        assert any(isinstance(o, Evicted) for o in outcomes), "nothing was evicted for it"
+        assert any(isinstance(o, BlocksEvicted) for o in outcomes), "nothing was evicted for it"
         files.is_armed = False
         served.clock.advance(100)
         served.spill(make_block(seed=51))
-        assert [type(o) for o in served.take()] == [Persisted]
+        assert [type(o) for o in served.take()] == [BlockPersisted]
     check_is_clean(tmp_path)
 
 
@@ -397,7 +397,7 @@ def test_rows_are_deleted_in_the_space_of_the_ballast(tmp_path, monkeypatch):
 
         monkeypatch.setattr(Manifest, "delete", needs_space)
         served.storage.delete((stored[2].header.hash,))
-        assert [type(o) for o in served.take()] == [Evicted, Purged]
+        assert [type(o) for o in served.take()] == [BlocksEvicted, BlocksPurged]
         monkeypatch.undo()
         served.clock.advance(10)
         served.take()

@@ -10,7 +10,7 @@ from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
-from icehouse_server.storage.api import Failure, Loaded, Persisted, StorageClosed, Ticket
+from icehouse_server.storage.api import BlockPersisted, BlocksLoaded, StorageClosed, StorageFailure, Ticket
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 
 from tests.fixtures.storage.blocks import make_block
@@ -24,7 +24,7 @@ BLOCKS = {
 }
 ALL = {block.header.hash: block for blocks in BLOCKS.values() for block in blocks}
 STEPS = 300
-Put = tuple[BlockHash, Ticket[Persisted]]
+Put = tuple[BlockHash, Ticket[BlockPersisted]]
 
 
 class Story:
@@ -93,7 +93,7 @@ class Story:
         again = self.dice.choice(BLOCKS[fingerprint])
         (done,) = self.models[fingerprint].put(again)
         if again.header.hash in self.order:
-            assert isinstance(done, Persisted) and done.record.hash == again.header.hash
+            assert isinstance(done, BlockPersisted) and done.record.hash == again.header.hash
         else:
             self.note_written([(again.header.hash, Ticket(done))])
 
@@ -106,9 +106,11 @@ class Story:
         self.evicted_count += len(gone)
         for name, ticket in tickets:
             is_stored = name in self.stored()
-            if isinstance(ticket.outcome, Failure):
+            if isinstance(ticket.outcome, StorageFailure):
                 assert ticket.outcome.cause is SpillDropCause.DISK_FULL and self.pinned and not is_stored
-            assert not is_stored or isinstance(ticket.outcome, Persisted), "its ticket comes with its row"
+            assert not is_stored or isinstance(ticket.outcome, BlockPersisted), (
+                "its ticket comes with its row"
+            )
             if is_stored:
                 self.order.append(name)
 
@@ -128,8 +130,8 @@ class Story:
         model = self.models[fingerprint]
         for block in self.some(fingerprint):
             loaded = model.ask(model.tier.get_into(*plan([block])))
-            assert isinstance(loaded, Loaded) == (block.header.hash in self.order)
-            if isinstance(loaded, Loaded):
+            assert isinstance(loaded, BlocksLoaded) == (block.header.hash in self.order)
+            if isinstance(loaded, BlocksLoaded):
                 assert_holds(loaded, [block])
 
     def pin(self, fingerprint: Fingerprint) -> None:

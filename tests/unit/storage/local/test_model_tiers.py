@@ -15,16 +15,16 @@ from icehouse_server.errors import StartError
 from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
-    Evicted,
-    Failure,
+    BlockPersisted,
+    BlocksEvicted,
+    BlocksLoaded,
+    BlocksPurged,
     Inventory,
-    Loaded,
-    Persisted,
-    Purged,
     StorageClosed,
     StorageFailed,
+    StorageFailure,
+    StorageTrouble,
     Ticket,
-    Trouble,
     Verified,
 )
 from icehouse_server.storage.files import Files
@@ -59,7 +59,7 @@ def test_each_model_has_its_own_inventory_and_tickets(house: ModelHouse) -> None
     for model, chain in zip((a, b), chains, strict=True):
         assert model.known == set(names_of(chain))
         loaded = model.ask(model.tier.get_into(*plan(chain)))
-        assert isinstance(loaded, Loaded)
+        assert isinstance(loaded, BlocksLoaded)
         assert_holds(loaded, chain)
         stats = model.ask(model.tier.stats())
         assert (stats.ssd.block_count, stats.disk.other_model_block_count) == (3, 3)
@@ -167,7 +167,7 @@ def test_a_close_writes_what_was_put_and_the_others_go_on(house: ModelHouse) -> 
     assert a.posted[-1] == StorageClosed(was_clean=True) and a.known == set(names_of(mine))
     assert b.known == set(names_of(theirs)) and not any(isinstance(o, StorageClosed) for o in b.posted)
     assert a.tier.join(timeout_s=0) and not b.tier.join(timeout_s=0)
-    assert all(isinstance(done, Persisted) for done in b.put(make_block(fingerprint=B, seed=77)))
+    assert all(isinstance(done, BlockPersisted) for done in b.put(make_block(fingerprint=B, seed=77)))
 
 
 def test_a_deadline_drops_the_blocks_of_the_model_that_closes_alone(house: ModelHouse) -> None:
@@ -180,11 +180,11 @@ def test_a_deadline_drops_the_blocks_of_the_model_that_closes_alone(house: Model
     house.tiers.step()
     a.tier.close(deadline_time=house.clock.monotonic())
     house.settle()
-    dropped = [t.outcome.cause for t in [*mine, *more] if isinstance(t.outcome, Failure)]
+    dropped = [t.outcome.cause for t in [*mine, *more] if isinstance(t.outcome, StorageFailure)]
     assert dropped and set(dropped) == {SpillDropCause.SHUTDOWN}
-    assert all(isinstance(ticket.outcome, Persisted) for ticket in theirs)
+    assert all(isinstance(ticket.outcome, BlockPersisted) for ticket in theirs)
     assert isinstance(a.posted[-1], StorageClosed)
-    assert a.known == {t.outcome.record.hash for t in mine if isinstance(t.outcome, Persisted)}
+    assert a.known == {t.outcome.record.hash for t in mine if isinstance(t.outcome, BlockPersisted)}
     assert b.tier.queue_space_bytes == b.tier.block_limit_bytes, "all that was reserved is free again"
 
 
@@ -200,7 +200,7 @@ def test_an_order_waits_for_its_own_models_blocks_alone(house: ModelHouse) -> No
     while order.outcome is None:
         house.tiers.step()
     assert sum(ticket.outcome is None for ticket in puts) > 4 and late.outcome is None
-    assert b.take()[-1] is late and all(isinstance(ticket.outcome, Persisted) for ticket in puts)
+    assert b.take()[-1] is late and all(isinstance(ticket.outcome, BlockPersisted) for ticket in puts)
 
 
 def test_a_long_check_of_one_model_holds_up_no_check_of_another(house: ModelHouse) -> None:
@@ -235,7 +235,7 @@ def test_the_least_recently_used_goes_whoever_it_is_and_its_model_alone_is_told(
     a.tier.touch(names_of([first]))
     b.take(), a.take()
     put = a.tier.put(fourth)
-    assert a.take() == [put] and b.take() == [Evicted(names_of([second]))]
+    assert a.take() == [put] and b.take() == [BlocksEvicted(names_of([second]))]
     assert a.known == set(names_of([first, third, fourth]))
     stats = [model.ask(model.tier.stats()).ssd.evicted_block_total for model in (a, b)]
     assert stats == [0, 1]
@@ -255,11 +255,11 @@ def test_a_pin_of_one_model_holds_against_another(tmp_path: Path) -> None:
     a, b = house.open(A), house.open(B)
     a.put(large(A, 0), pin_end_time=UNTIL_UNPINNED)
     (refused,) = b.put(large(B, 1))
-    assert isinstance(refused, Failure) and refused.cause is SpillDropCause.DISK_FULL
+    assert isinstance(refused, StorageFailure) and refused.cause is SpillDropCause.DISK_FULL
     a.tier.demote(names_of([large(A, 0)]))
     a.ask(a.tier.pin(names_of([large(A, 0)]), 0.0))
     (done,) = b.put(large(B, 1))
-    assert isinstance(done, Persisted) and a.known == set()
+    assert isinstance(done, BlockPersisted) and a.known == set()
     house.close()
 
 
@@ -267,10 +267,10 @@ def test_a_day_has_one_budget(tmp_path: Path) -> None:
     block = make_block()
     house = ModelHouse(tmp_path, daily_write_limit_bytes=3 * block.size_bytes)
     a, b = house.open(A), house.open(B)
-    assert isinstance(a.put(block)[0], Persisted)
+    assert isinstance(a.put(block)[0], BlockPersisted)
     assert a.tier.write_budget == b.tier.write_budget
     refused = b.put(make_block(fingerprint=B, seed=1), make_block(fingerprint=B, seed=2))[-1]
-    assert isinstance(refused, Failure) and refused.cause is SpillDropCause.DAILY_BUDGET
+    assert isinstance(refused, StorageFailure) and refused.cause is SpillDropCause.DAILY_BUDGET
     house.close()
 
 
@@ -306,12 +306,12 @@ def test_a_block_is_dropped_where_another_model_has_filled_the_queue_since_there
     assert a.tier.queue_space_bytes == b.tier.queue_space_bytes == 2 * size_bytes
     first, second = a.tier.put(block), a.tier.put(make_block(seed=2))
     refused = b.ask(b.tier.put(late))
-    assert refused == Failure(SpillDropCause.NO_CREDIT, hash=late.header.hash)
-    assert isinstance(first.outcome, Persisted) and isinstance(second.outcome, Persisted)
+    assert refused == StorageFailure(SpillDropCause.NO_CREDIT, hash=late.header.hash)
+    assert isinstance(first.outcome, BlockPersisted) and isinstance(second.outcome, BlockPersisted)
     counts = b.ask(b.tier.stats()).spill
     assert counts.accepted_block_total == sum(drop.block_total for drop in counts.drops) == 1
     assert a.tier.queue_space_bytes == b.tier.queue_space_bytes == 2 * size_bytes
-    assert isinstance(b.put(late)[0], Persisted)
+    assert isinstance(b.put(late)[0], BlockPersisted)
     house.close()
 
 
@@ -326,7 +326,7 @@ def test_names_and_checks_are_of_ones_own_blocks_and_of_nobodys(house: ModelHous
     assert set(a.ask(a.tier.names(block_limit=0))) == set(names_of([*mine, nobodys]))
     checked = b.ask(b.tier.verify())
     assert isinstance(checked, Verified) and checked.checked_count == 4
-    assert b.ask(b.tier.delete(names_of(theirs))) == Purged(3, checked.checked_bytes * 3 // 4)
+    assert b.ask(b.tier.delete(names_of(theirs))) == BlocksPurged(3, checked.checked_bytes * 3 // 4)
     assert a.known == set(names_of(mine)) and b.known == set()
 
 
@@ -349,13 +349,13 @@ def test_a_disk_that_fails_is_told_to_all_and_all_begin_again(tmp_path: Path) ->
     a.take(), b.take()
     files.is_armed = True
     (failed,) = a.put(make_block(seed=2))
-    assert isinstance(failed, Failure) and failed.cause is SpillDropCause.WRITE_FAILED
+    assert isinstance(failed, StorageFailure) and failed.cause is SpillDropCause.WRITE_FAILED
     for model, fingerprint in ((a, A), (b, B)):
         (off,) = model.put(make_block(fingerprint=fingerprint, seed=3))
-        assert isinstance(off, Failure) and off.cause is SpillDropCause.WRITES_OFF
+        assert isinstance(off, StorageFailure) and off.cause is SpillDropCause.WRITES_OFF
         assert "Disk refused" in model.ask(model.tier.stats()).disk.writes_off_detail
         unusable = model.ask(model.tier.delete(()))
-        assert isinstance(unusable, Failure) and unusable.cause is Trouble.UNUSABLE
+        assert isinstance(unusable, StorageFailure) and unusable.cause is StorageTrouble.UNUSABLE
     c = house.open(Fingerprint(b"\x33" * 32))
     assert c.take() == [Inventory(())], "nobody waits for a directory that may never be opened again"
     a.take(), b.take()
@@ -364,7 +364,7 @@ def test_a_disk_that_fails_is_told_to_all_and_all_begin_again(tmp_path: Path) ->
         (inventory,) = model.take()
         assert isinstance(inventory, Inventory) and inventory.is_first and inventory.is_last
     assert [len(model.known) for model in (a, b, c)] == [1, 1, 0]
-    assert isinstance(c.put(make_block(fingerprint=Fingerprint(b"\x33" * 32)))[0], Persisted)
+    assert isinstance(c.put(make_block(fingerprint=Fingerprint(b"\x33" * 32)))[0], BlockPersisted)
     house.close()
 
 
@@ -380,13 +380,13 @@ def test_a_model_that_finds_no_place_for_its_blocks(tmp_path: Path, error_number
     b = house.open(B)
     assert b.take() == [Inventory(())]
     (dropped,) = b.put(make_block(fingerprint=B))
-    assert isinstance(dropped, Failure) and dropped.cause is SpillDropCause.WRITES_OFF
+    assert isinstance(dropped, StorageFailure) and dropped.cause is SpillDropCause.WRITES_OFF
     checked = a.ask(a.tier.verify())
     # A full disk can be read; of one that refuses, nothing is taken for granted.
     assert checked == (Verified(1, checked.checked_bytes, ()) if error_number == errno.ENOSPC else checked)
     house.clock.advance(2.0)
     house.settle()
-    assert isinstance(b.put(make_block(fingerprint=B))[0], Persisted)
+    assert isinstance(b.put(make_block(fingerprint=B))[0], BlockPersisted)
     assert a.known == set(names_of([block]))
     house.close()
 

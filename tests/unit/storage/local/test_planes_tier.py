@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.blocks import Damage, HostBlock
-from icehouse_server.storage.api import Failure, Loaded, Persisted
+from icehouse_server.domain.blocks import BlockDamage, HostBlock
+from icehouse_server.storage.api import BlockPersisted, BlocksLoaded, StorageFailure
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.storage_settings import Codec
@@ -30,10 +30,10 @@ def gains(served: StorageThread) -> list[bool]:
     return [r.file_bytes < r.kv_bytes + r.window_bytes + r.checkpoint_bytes for r in index]
 
 
-def load(served: StorageThread, chain: list[HostBlock]) -> Loaded:
+def load(served: StorageThread, chain: list[HostBlock]) -> BlocksLoaded:
     served.take()
     served.storage.get_into(*plan(chain))
-    (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
+    (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, BlocksLoaded)]
     return loaded
 
 
@@ -92,7 +92,7 @@ def test_a_flipped_bit_is_a_miss_and_the_blocks_before_it_are_used(tmp_path: Pat
         path.write_bytes(text)
         loaded = load(served, chain)
         assert_holds(loaded, chain[:1])
-        assert loaded.failure is not None and loaded.failure.cause is Damage.CHECKSUM
+        assert loaded.failure is not None and loaded.failure.cause is BlockDamage.CHECKSUM
         integrity = served.stats().integrity
         assert (integrity.checksum_failure_total, integrity.quarantined_block_total) == (1, 1)
 
@@ -138,7 +138,7 @@ def test_crash_after_every_step_of_a_spill(tmp_path: Path) -> None:
             served.spill(*more)
 
         has_crashed = run_until_crash(dead, spill)
-        persisted = {o.record.hash for o in dead.outcomes if isinstance(o, Persisted)}
+        persisted = {o.record.hash for o in dead.outcomes if isinstance(o, BlockPersisted)}
         with StorageThread(directory, codec=Codec.PLANES) as served:
             check_is_clean(directory)
             known = {record.hash for record in served.take_inventory()}
@@ -163,7 +163,7 @@ def test_the_rate_of_decompression_is_measured(tmp_path: Path) -> None:
     with StorageThread(tmp_path, codec=Codec.PLANES, clock=_TickingClock()) as served:
         served.spill(*chain)
         before = served.stats().disk.decompress_bytes_per_s
-        assert not any(isinstance(outcome, Failure) for outcome in served.take())
+        assert not any(isinstance(outcome, StorageFailure) for outcome in served.take())
         load(served, chain)
         after = served.stats().disk.decompress_bytes_per_s
     assert before == 0.0 < after

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from icehouse_server.storage.api import Loaded, Ticket
+from icehouse_server.storage.api import BlocksLoaded, Ticket
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.region_input import GROUP_BYTES
 from icehouse_server.storage.local.open_model import OpenModel
@@ -148,7 +148,7 @@ def test_loads_are_paced_while_others_decode_and_only_then(tmp_path: Path, besid
         while pool.step():
             pass
     (loaded,) = answers
-    assert isinstance(loaded, Loaded)
+    assert isinstance(loaded, BlocksLoaded)
     assert_holds(loaded, blocks)
     assert blocks[0].size_bytes < GROUP_BYTES, "one read a region"
     assert bool(pauses) == beside_decode and all(seconds >= 0.03 for seconds in pauses)
@@ -161,7 +161,7 @@ def test_a_pause_for_others_is_no_silence_of_the_disk(tmp_path: Path) -> None:
             served.spill(block)
         clock = ManualClock()
         silences: list[float] = []
-        ticket: Ticket[Loaded] = Ticket()
+        ticket: Ticket[BlocksLoaded] = Ticket()
 
         def pause(seconds: float) -> None:
             clock.advance(seconds)
@@ -213,7 +213,7 @@ def test_a_load_goes_on_at_full_speed_when_the_cores_are_free(tmp_path: Path) ->
         assert pool._has_cores.is_set(), "a pool that stops leaves nothing to anybody"
         thread.join(BOUND_S)
     (loaded,) = answers
-    assert isinstance(loaded, Loaded)
+    assert isinstance(loaded, BlocksLoaded)
     assert_holds(loaded, blocks)
 
 

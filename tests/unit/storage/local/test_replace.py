@@ -10,7 +10,7 @@ import sqlite3
 import pytest
 from icehouse_server.domain.blocks import HostBlock, RegionKind
 from icehouse_server.pins import UNTIL_UNPINNED
-from icehouse_server.storage.api import Evicted, Loaded, Persisted, Verified
+from icehouse_server.storage.api import BlockPersisted, BlocksEvicted, BlocksLoaded, Verified
 from icehouse_server.storage.local.directory.manifest import Manifest
 
 from tests.fixtures.storage.blocks import make_block, make_chain
@@ -35,19 +35,19 @@ def test_the_richer_block_takes_the_place_and_keeps_the_history(tmp_path):
         served.take()
         served.spill(block)
         (persisted,) = served.take()
-        assert isinstance(persisted, Persisted) and persisted.record.checkpoint_bytes > 0
+        assert isinstance(persisted, BlockPersisted) and persisted.record.checkpoint_bytes > 0
         assert persisted.record.pin_end_time == UNTIL_UNPINNED and persisted.record.hit_count == 1
         assert (
             served.storage._store.used_bytes()
             == served.storage._store.space.other_bytes() + os.path.getsize(served.path(block))
         )
         served.spill(block, poorer(block))
-        assert [type(o) for o in served.take()] == 2 * [Persisted]
+        assert [type(o) for o in served.take()] == 2 * [BlockPersisted]
     check_is_clean(tmp_path)
     with StorageThread(tmp_path) as served:
         served.take()
         served.storage.get_into(*plan([block]))
-        loaded = next(o for o in served.take() if isinstance(o, Loaded))
+        loaded = next(o for o in served.take() if isinstance(o, BlocksLoaded))
         assert_holds(loaded, [block])
 
 
@@ -68,7 +68,7 @@ def test_a_disk_that_refuses_the_name_of_the_richer_one_keeps_it(tmp_path):
         assert record.checkpoint_bytes > 0 and record.pin_end_time == UNTIL_UNPINNED
         assert served.stats().integrity.quarantined_block_total == 0
         served.storage.get_into(*plan([block]))
-        loaded = next(o for o in served.take() if isinstance(o, Loaded))
+        loaded = next(o for o in served.take() if isinstance(o, BlocksLoaded))
         assert_holds(loaded, [block])
     check_is_clean(tmp_path)
 
@@ -117,7 +117,7 @@ def test_a_disk_that_refuses_the_richer_one_keeps_the_other(tmp_path, verb):
         outcomes = served.take()
         assert files.failed_count == 1
         assert [o.hash for o in drops(outcomes)] == [block.header.hash]
-        assert not any(isinstance(o, Evicted) for o in outcomes)
+        assert not any(isinstance(o, BlocksEvicted) for o in outcomes)
         served.clock.advance(60)
         served.take()
         assert [record.checkpoint_bytes for record in served.storage._store.index] == [0]
@@ -134,7 +134,7 @@ def test_what_became_of_the_poorer_one_is_told_before_the_richer_one_is_there(tm
         served.storage.put(block)
         served.storage._loop.step()
         served.storage.get_into(*plan([poorer(block)]))
-        told = [o for o in served.take() if isinstance(o, Evicted | Persisted)]
-        assert [type(o) for o in told] == [Evicted, Persisted]
+        told = [o for o in served.take() if isinstance(o, BlocksEvicted | BlockPersisted)]
+        assert [type(o) for o in told] == [BlocksEvicted, BlockPersisted]
         assert block.header.hash in served.storage._store.index
     check_is_clean(tmp_path)

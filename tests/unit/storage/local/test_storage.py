@@ -8,19 +8,19 @@ import queue
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind
+from icehouse_server.domain.blocks import BlockDamage, HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE, CacheStats, IntegrityStats, SpillDropCause
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
-    Evicted,
-    Failure,
+    BlockPersisted,
+    BlocksEvicted,
+    BlocksLoaded,
+    BlocksPurged,
     Inventory,
-    Loaded,
-    Persisted,
-    Purged,
     StorageClosed,
     StorageFailed,
+    StorageFailure,
     Verified,
     WriteBudget,
 )
@@ -39,7 +39,7 @@ def test_spill_then_load_gives_the_same_bytes(tmp_path):
     with StorageThread(tmp_path) as served:
         chain = make_chain(4, checkpoint=True)
         served.spill(*chain)
-        assert [type(o) for o in served.take()] == [Inventory] + [Persisted] * 4
+        assert [type(o) for o in served.take()] == [Inventory] + [BlockPersisted] * 4
         assert served.storage.get_into(*plan(chain))
         (loaded,) = served.take()
         assert loaded.failure is None
@@ -84,20 +84,20 @@ def flip(path: str, position: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
-def damage_of(served: StorageThread, block: HostBlock) -> Damage:
+def damage_of(served: StorageThread, block: HostBlock) -> BlockDamage:
     """Load a damaged block and return the cause, having checked that it is gone from the tier."""
     served.take()
     served.storage.get_into(*plan([block]))
     outcomes = served.take()
-    failed = next(o for o in outcomes if isinstance(o, Failure))
-    assert Evicted((block.header.hash,)) in outcomes
+    failed = next(o for o in outcomes if isinstance(o, StorageFailure))
+    assert BlocksEvicted((block.header.hash,)) in outcomes
     stats = served.stats()
     found = stats.integrity
     assert stats.ssd.block_count == 0 and found.quarantined_block_total == found.quarantined_file_count == 1
     counted = IntegrityStats()
     note_damage(counted, failed)
     assert found.damaged_block_total == counted.damaged_block_total == 1
-    assert isinstance(failed.cause, Damage)
+    assert isinstance(failed.cause, BlockDamage)
     return failed.cause
 
 
@@ -125,7 +125,7 @@ def test_one_flipped_bit_is_seen(tmp_path, where):
         }[where]
         flip(path, position)
         cause = damage_of(served, block)
-    expected = Damage.CHECKSUM if where in ("kv", "window", "checkpoint", "end") else Damage.HEADER
+    expected = BlockDamage.CHECKSUM if where in ("kv", "window", "checkpoint", "end") else BlockDamage.HEADER
     assert cause is expected
 
 
@@ -136,7 +136,7 @@ def test_truncation_is_seen(tmp_path, left_bytes):
         served.spill(block)
         size_bytes = os.path.getsize(served.path(block))
         os.truncate(served.path(block), left_bytes if left_bytes >= 0 else size_bytes - 1)
-        assert damage_of(served, block) is Damage.TRUNCATED
+        assert damage_of(served, block) is BlockDamage.TRUNCATED
 
 
 def test_a_swapped_file_is_seen(tmp_path):
@@ -147,8 +147,8 @@ def test_a_swapped_file_is_seen(tmp_path):
         served.take()
         served.storage.get_into(*plan([block]))
         served.storage.get_into(*plan([other]))
-        causes = [o.cause for o in served.take() if isinstance(o, Failure)]
-        assert causes == [Damage.MISMATCH, Damage.MISSING]
+        causes = [o.cause for o in served.take() if isinstance(o, StorageFailure)]
+        assert causes == [BlockDamage.MISMATCH, BlockDamage.MISSING]
         assert served.stats().ssd.block_count == 0
 
 
@@ -159,8 +159,8 @@ def test_the_verified_beginning_of_a_damaged_chain_is_delivered(tmp_path):
         flip(served.path(chain[2]), os.path.getsize(served.path(chain[2])) - 1)
         served.take()
         served.storage.get_into(*plan(chain))
-        loaded = next(o for o in served.take() if isinstance(o, Loaded))
-        assert loaded.failure.hash == chain[2].header.hash and loaded.failure.cause is Damage.CHECKSUM
+        loaded = next(o for o in served.take() if isinstance(o, BlocksLoaded))
+        assert loaded.failure.hash == chain[2].header.hash and loaded.failure.cause is BlockDamage.CHECKSUM
         assert_holds(loaded, chain[:2])
 
 
@@ -169,9 +169,9 @@ def test_counters_tell_accepted_from_persisted_from_dropped(tmp_path):
     with StorageThread(tmp_path, limit_bytes=5 << 20) as served:
         served.spill(block, block, large)
         outcomes = served.take()
-        first, again = (o for o in outcomes if isinstance(o, Persisted))
+        first, again = (o for o in outcomes if isinstance(o, BlockPersisted))
         assert first.record == again.record, "it was there already"
-        assert drops(outcomes) == [Failure(SpillDropCause.DISK_FULL, hash=large.header.hash)]
+        assert drops(outcomes) == [StorageFailure(SpillDropCause.DISK_FULL, hash=large.header.hash)]
         stats = served.stats()
         assert (stats.spill.accepted_block_total, stats.spill.persisted_block_total) == (3, 1)
         assert sum(drop.block_total for drop in stats.spill.drops) == 2
@@ -191,7 +191,7 @@ def test_credit_bounds_what_waits(tmp_path):
         assert served.storage.queue_space_bytes == 0
         refused = served.storage.put(block)
         served.settle()
-        assert refused.outcome == Failure(SpillDropCause.NO_CREDIT, hash=block.header.hash)
+        assert refused.outcome == StorageFailure(SpillDropCause.NO_CREDIT, hash=block.header.hash)
         assert served.storage.queue_space_bytes == 2 * size_bytes
 
 
@@ -209,7 +209,7 @@ def test_the_daily_budget_lasts_a_day_and_over_restarts(tmp_path):
         assert [o.cause for o in drops(again.take())] == [SpillDropCause.DAILY_BUDGET]
         again.clock.advance(86_400)
         again.spill(blocks[2])
-        assert [type(o) for o in again.take()] == [Persisted]
+        assert [type(o) for o in again.take()] == [BlockPersisted]
     with StorageThread(tmp_path) as unlimited:
         assert unlimited.storage.write_budget is None
 
@@ -221,15 +221,15 @@ def test_evict_and_verify(tmp_path):
         served.spill(*chain)
         served.storage.delete((chain[2].header.hash,))
         evicted, purged = served.take()[-2:]
-        assert evicted == Evicted((chain[2].header.hash,)) and (purged.block_count, type(purged)) == (
+        assert evicted == BlocksEvicted((chain[2].header.hash,)) and (purged.block_count, type(purged)) == (
             1,
-            Purged,
+            BlocksPurged,
         )
         flip(served.path(chain[1]), os.path.getsize(served.path(chain[1])) - 1)
         served.storage.verify()
         verified = next(o for o in served.take() if isinstance(o, Verified))
         assert verified.checked_count == 2
-        assert [failure.cause for failure in verified.damaged] == [Damage.CHECKSUM]
+        assert [failure.cause for failure in verified.damaged] == [BlockDamage.CHECKSUM]
         served.storage.delete((foreign.header.hash,))
         assert served.take()[-1].block_count == 0
         served.storage.delete(tuple(block.header.hash for block in chain))
@@ -250,14 +250,14 @@ def test_a_block_that_is_pinned_on_its_way_is_never_there_without_its_pin(tmp_pa
         if order == "behind it":
             served.storage.pin((first.header.hash,), UNTIL_UNPINNED)
         outcomes = served.take()
-        assert [o.record.pin_end_time == UNTIL_UNPINNED for o in outcomes if isinstance(o, Persisted)] == [
-            True
-        ]
+        assert [
+            o.record.pin_end_time == UNTIL_UNPINNED for o in outcomes if isinstance(o, BlockPersisted)
+        ] == [True]
         assert [o.hash for o in drops(outcomes)] == [second.header.hash]
-        assert not any(isinstance(o, Evicted) for o in outcomes)
+        assert not any(isinstance(o, BlocksEvicted) for o in outcomes)
         served.storage.pin((first.header.hash,), NOT_PINNED)
         served.spill(third)
-        assert [type(o) for o in served.take()] == [tuple, Evicted, Persisted]
+        assert [type(o) for o in served.take()] == [tuple, BlocksEvicted, BlockPersisted]
 
 
 def test_a_block_that_is_unpinned_on_its_way_may_go(tmp_path):
@@ -266,7 +266,7 @@ def test_a_block_that_is_unpinned_on_its_way_may_go(tmp_path):
         served.storage.put(block, pin_end_time=UNTIL_UNPINNED)
         served.storage.pin((block.header.hash,), NOT_PINNED)
         assert [
-            o.record.pin_end_time == UNTIL_UNPINNED for o in served.take() if isinstance(o, Persisted)
+            o.record.pin_end_time == UNTIL_UNPINNED for o in served.take() if isinstance(o, BlockPersisted)
         ] == [False]
 
 
@@ -290,7 +290,7 @@ def test_what_waits_is_dropped_at_the_deadline_of_the_end(tmp_path):
         served.clock.advance(6)
         served.settle()
         outcomes = served.outcomes
-        assert [type(o) for o in outcomes] == [Persisted, Failure, Failure, StorageClosed]
+        assert [type(o) for o in outcomes] == [BlockPersisted, StorageFailure, StorageFailure, StorageClosed]
         assert outcomes[1].cause is SpillDropCause.SHUTDOWN
 
 
@@ -342,7 +342,7 @@ def test_real_threads(tmp_path):
     for block in chain:
         storage.put(block)
     for _ in chain:
-        assert isinstance(outcomes.get(timeout=BOUND_S).outcome, Persisted)
+        assert isinstance(outcomes.get(timeout=BOUND_S).outcome, BlockPersisted)
     for _ in range(5):
         assert storage.get_into(*plan(chain))
     for _ in range(5):
@@ -377,5 +377,5 @@ def test_the_clean_start_still_finds_a_file_changed_in_place(tmp_path):
     with StorageThread(tmp_path) as served:
         outcomes = served.take()
         assert served.stats().last_reconcile.clean
-        assert Evicted((chain[1].header.hash,)) in outcomes
+        assert BlocksEvicted((chain[1].header.hash,)) in outcomes
         assert served.stats().integrity.quarantined_block_total == 1

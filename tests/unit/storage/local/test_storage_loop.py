@@ -11,10 +11,10 @@ from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.api import (
-    Evicted,
+    BlockPersisted,
+    BlocksEvicted,
+    BlocksPurged,
     Inventory,
-    Persisted,
-    Purged,
     Verified,
 )
 from icehouse_server.storage.local.tier import _purge
@@ -46,7 +46,11 @@ def test_an_order_is_done_while_spills_keep_coming(tmp_path):
         ticket = served.storage.delete((stored[-1].header.hash,))
         for _ in range(8):
             next(spilling)
-        assert ticket is not None and isinstance(ticket.outcome, Purged) and ticket.outcome.block_count == 1
+        assert (
+            ticket is not None
+            and isinstance(ticket.outcome, BlocksPurged)
+            and ticket.outcome.block_count == 1
+        )
 
 
 def test_an_order_comes_after_the_spills_accepted_before_it(tmp_path):
@@ -56,7 +60,7 @@ def test_an_order_comes_after_the_spills_accepted_before_it(tmp_path):
             served.storage.put(block)
         served.storage.delete(tuple(block.header.hash for block in blocks))
         outcomes = [o for o in served.take() if not isinstance(o, Inventory)]
-        assert [type(o) for o in outcomes] == [Persisted] * 3 + [Evicted, Purged]
+        assert [type(o) for o in outcomes] == [BlockPersisted] * 3 + [BlocksEvicted, BlocksPurged]
         assert outcomes[-1].block_count == 3 and len(served.storage._store.index) == 0
 
 
@@ -68,7 +72,7 @@ def test_an_eviction_does_not_wait_for_a_verification_of_everything(tmp_path):
         served.storage.verify()
         served.storage.delete((stored[-1].header.hash,))
         outcomes = [type(o) for o in served.take()]
-        assert outcomes == [Evicted, Purged, Verified]
+        assert outcomes == [BlocksEvicted, BlocksPurged, Verified]
 
 
 def test_uses_are_written_while_spills_keep_coming(tmp_path):
@@ -129,7 +133,7 @@ def test_a_large_inventory_comes_in_parts_between_other_work(tmp_path, monkeypat
         named = [record.start_token_index for part in parts for record in part.records]
         assert named == sorted(named) and len(named) == 17
         places = [number for number, o in enumerate(outcomes) if isinstance(o, Inventory)]
-        assert any(isinstance(o, Persisted) for o in outcomes[: places[-1]]), (
+        assert any(isinstance(o, BlockPersisted) for o in outcomes[: places[-1]]), (
             "spills waited for the inventory"
         )
 

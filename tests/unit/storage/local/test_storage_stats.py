@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.domain.cache_stats import AgePercentiles, IntegrityStats
-from icehouse_server.storage.api import Failure
+from icehouse_server.storage.api import StorageFailure
 from icehouse_server.storage.local.storage_state import note_damage
 
 from tests.fixtures.storage.blocks import make_block
@@ -36,20 +36,23 @@ def test_what_was_told_is_a_copy_that_nobody_counts_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damages"),
     [
-        ("checksum_failure_total", {Damage.CHECKSUM}),
-        ("header_mismatch_total", {Damage.MISMATCH, Damage.HEADER, Damage.LAYOUT, Damage.OTHER_ABI}),
-        ("missing_file_total", {Damage.MISSING, Damage.TRUNCATED, Damage.IO}),
-        ("seal_failure_total", {Damage.AUTH_TAG}),
+        ("checksum_failure_total", {BlockDamage.CHECKSUM}),
+        (
+            "header_mismatch_total",
+            {BlockDamage.MISMATCH, BlockDamage.HEADER, BlockDamage.LAYOUT, BlockDamage.OTHER_ABI},
+        ),
+        ("missing_file_total", {BlockDamage.MISSING, BlockDamage.TRUNCATED, BlockDamage.IO}),
+        ("seal_failure_total", {BlockDamage.AUTH_TAG}),
     ],
 )
-def test_each_damage_counts_once_under_its_own_name(name: str, damages: set[Damage]) -> None:
+def test_each_damage_counts_once_under_its_own_name(name: str, damages: set[BlockDamage]) -> None:
     for damage in damages:
         counted = IntegrityStats()
-        note_damage(counted, Failure(damage))
+        note_damage(counted, StorageFailure(damage))
         assert counted == dataclasses.replace(IntegrityStats(), **{name: 1})
 
 
 def test_want_of_memory_is_no_damage_of_the_file() -> None:
     counted = IntegrityStats()
-    note_damage(counted, Failure(Damage.MEMORY))
+    note_damage(counted, StorageFailure(BlockDamage.MEMORY))
     assert counted == IntegrityStats()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from icehouse_server.domain.cache_stats import SpillDropCause
-from icehouse_server.storage.api import Evicted, Persisted
+from icehouse_server.storage.api import BlockPersisted, BlocksEvicted
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES, LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.store_paths import PARTIAL_SUFFIX
 
@@ -50,7 +50,7 @@ def test_the_next_file_is_written_before_one_is_durable(tmp_path):
     with StorageThread(tmp_path) as served:
         disk = served.storage._store.syncs = SlowDisk(os.fspath(tmp_path))
         hand_over(served, *make_chain(3))
-        assert [type(o) for o in served.take()[1:]] == 3 * [Persisted]
+        assert [type(o) for o in served.take()[1:]] == 3 * [BlockPersisted]
         assert disk.partials == [2, 2, 1] and partial_count(os.fspath(tmp_path)) == 0
         assert served.storage._store.space.partial_bytes == 0
 
@@ -91,5 +91,5 @@ def test_a_disk_found_full_at_the_sync_is_tried_again_and_so_is_the_next_block(t
         served.take()
         files.is_armed = True
         hand_over(served, *chain)
-        assert [type(o) for o in served.take()] == [Evicted, Persisted, Persisted]
+        assert [type(o) for o in served.take()] == [BlocksEvicted, BlockPersisted, BlockPersisted]
         assert served.storage._store.space.partial_bytes == 0

@@ -8,7 +8,7 @@ import itertools
 import pytest
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates
-from icehouse_server.storage.api import Found
+from icehouse_server.storage.api import ChainFound
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import find_key, open_key
 from icehouse_server.storage.shared.fetcher import Breaker, ChainReach, RecentNames
@@ -104,9 +104,9 @@ def test_a_cache_that_begins_to_share_gets_the_shared_data_key_beside_its_own(tm
 
 def test_fetching_is_compared_with_computing_and_believed_less_each_time_it_is_not_tried() -> None:
     rates = Rates(prefill_tokens_per_s=100.0, read_bytes_per_s=1000.0)
-    slow = Found(block_count=4, size_bytes=1000, fetch_bytes_per_s=110.0)
+    slow = ChainFound(block_count=4, size_bytes=1000, fetch_bytes_per_s=110.0)
     assert rates.fetch_is_slower(slow, token_count=1000)
-    assert not rates.fetch_is_slower(Found(4, 1000, 1000.0), token_count=1000)
-    assert not rates.fetch_is_slower(Found(4, 1000, 0.0), token_count=1000), "nothing was measured"
+    assert not rates.fetch_is_slower(ChainFound(4, 1000, 1000.0), token_count=1000)
+    assert not rates.fetch_is_slower(ChainFound(4, 1000, 0.0), token_count=1000), "nothing was measured"
     rates.unfetched_count = 20
     assert not rates.fetch_is_slower(slow, token_count=1000)

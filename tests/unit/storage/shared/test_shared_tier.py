@@ -13,7 +13,14 @@ import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.storage.api import Evicted, Fetched, Found, Inventory, Loaded, StorageClosed
+from icehouse_server.storage.api import (
+    BlocksEvicted,
+    BlocksLoaded,
+    ChainFound,
+    Fetched,
+    Inventory,
+    StorageClosed,
+)
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.shared.object_store import StoreError
@@ -55,9 +62,9 @@ def ask(server: SharingThread, ticket) -> object:
     return ticket.outcome
 
 
-def find(server: SharingThread, blocks) -> Found:
+def find(server: SharingThread, blocks) -> ChainFound:
     found = ask(server, server.storage.find(names_of(blocks), limit_s=BOUND_S))
-    assert isinstance(found, Found)
+    assert isinstance(found, ChainFound)
     return found
 
 
@@ -98,7 +105,7 @@ def test_what_one_server_computed_another_one_finds_and_loads(tmp_path, store, c
         assert [record.hash for part in arrived for record in part.records] == list(names_of(chain))
         assert not any(part.is_first or part.is_last for part in arrived), "it replaces nothing"
         loaded = ask(reader, reader.storage.get_into(*plan(chain)))
-        assert isinstance(loaded, Loaded) and loaded.failure is None
+        assert isinstance(loaded, BlocksLoaded) and loaded.failure is None
         assert_holds(loaded, chain)
         stats = shared_stats(reader)
         assert (stats.lookup_total, stats.hit_total, stats.fetched_block_total) == (1, 1, 5)
@@ -170,7 +177,7 @@ def test_a_block_with_a_later_checkpoint_replaces_the_one_without(tmp_path, stor
     with SharingThread(tmp_path / "d", store=store) as reader:
         assert fetch(reader, [whole]) == 1
         loaded = ask(reader, reader.storage.get_into(*plan([whole])))
-        assert isinstance(loaded, Loaded) and loaded.failure is None
+        assert isinstance(loaded, BlocksLoaded) and loaded.failure is None
 
 
 def _other_fingerprint(store: MemoryStore, chain, tmp_path) -> bytes:
@@ -272,7 +279,7 @@ def test_a_store_that_refuses_is_left_alone(tmp_path, store) -> None:
         assert stats.read_pause_detail == stats.write_pause_detail == store.refusal
         assert server.storage.find(names_of(chain), limit_s=1.0) is None
         loaded = ask(server, server.storage.get_into(*plan(chain)))
-        assert isinstance(loaded, Loaded), "what is here is here"
+        assert isinstance(loaded, BlocksLoaded), "what is here is here"
         store.refusal = ""
 
 
@@ -577,7 +584,9 @@ def test_fetched_blocks_keep_to_the_tier_s_limits(tmp_path, store) -> None:
         server.spill(old)
         server.take()
         assert fetch(server, new) == 3
-        assert any(isinstance(each, Evicted) and old.header.hash in each.hashes for each in server.outcomes)
+        assert any(
+            isinstance(each, BlocksEvicted) and old.header.hash in each.hashes for each in server.outcomes
+        )
         assert server.stats().disk.used_bytes <= limit_bytes
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from icehouse_server.domain.cache_commands import RecentBlock
 from icehouse_server.domain.ids import BlockHash, Tenant
-from icehouse_server.domain.stats import ServerStatus, SlowRequest, Snapshot, TenantUse
+from icehouse_server.domain.stats import ServerStatus, SlowRequest, StatsSnapshot, TenantUse
 from icehouse_server.telemetry.metric import HistogramSeries
 from icehouse_server.telemetry.status_page.page import TENANT_LIMIT, ReportRules, report_of
 
@@ -33,7 +33,7 @@ SLOW = SlowRequest(
 )
 
 
-def told(snapshot: Snapshot = SNAPSHOT, *, rules: ReportRules = RULES, **changes: Any) -> dict[str, Any]:
+def told(snapshot: StatsSnapshot = SNAPSHOT, *, rules: ReportRules = RULES, **changes: Any) -> dict[str, Any]:
     status = ServerStatus(
         **{
             "collect_time": 1000.0,

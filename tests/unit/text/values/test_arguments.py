@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from icehouse_server.text.values import arguments
-from icehouse_server.text.values.arguments import Argument, ArgumentsSchema, TooCostly
+from icehouse_server.text.values.arguments import Argument, ArgumentsSchema, ValueTooCostly
 
 
 def problem(schema: dict[str, Any], value: Any) -> str:
@@ -113,13 +113,13 @@ def doubling(depth: int) -> dict[str, Any]:
 
 def test_what_would_take_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "STEP_LIMIT", 1000)
-    with pytest.raises(TooCostly, match="within 1000 steps"):
+    with pytest.raises(ValueTooCostly, match="within 1000 steps"):
         problem(doubling(30), {})
-    with pytest.raises(TooCostly, match="within 1000 steps"):
+    with pytest.raises(ValueTooCostly, match="within 1000 steps"):
         problem({"properties": {"a": {"items": {"type": "integer"}}}}, {"a": [1] * 2000})
-    with pytest.raises(TooCostly, match="nested too deep"):
+    with pytest.raises(ValueTooCostly, match="nested too deep"):
         problem({"$ref": "#"}, {})
-    with pytest.raises(TooCostly, match="searching for the pattern"):
+    with pytest.raises(ValueTooCostly, match="searching for the pattern"):
         problem({"properties": {"a": {"pattern": "^(a|a)*$"}}}, {"a": "a" * 500 + "!"})
 
 
@@ -127,7 +127,7 @@ def test_what_would_take_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 def test_a_costly_pattern_of_names_is_given_up_whatever_keyword_uses_it(keyword: str) -> None:
     schema = {keyword: False, "patternProperties": {"^(a|a)*$": {}}}
     name = "a" * 22 + "!"
-    with pytest.raises(TooCostly, match="searching for the pattern"):
+    with pytest.raises(ValueTooCostly, match="searching for the pattern"):
         problem(schema, {name: 1})
     assert ArgumentsSchema(schema).of_property(name) == {}
 

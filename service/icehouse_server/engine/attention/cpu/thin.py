@@ -19,7 +19,7 @@ from icehouse_server.engine.attention.port import Ints, TokenPlaces
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Segment:
+class PageSegment:
     """The first `count` tokens of a page, which some queries read; or several whole adjacent pages."""
 
     page: int
@@ -39,7 +39,7 @@ class Block:
     tokens: Ints
     """[queries]: their indices in the pass."""
     position_count: int
-    segments: list[Segment]
+    segments: list[PageSegment]
     hidden: list[tuple[slice, slice]]
     """Columns and positions that a segment has but these queries do not see."""
 
@@ -138,9 +138,9 @@ def _block(places: TokenPlaces, tokens: list[int], *, window: int | None, size: 
     return Block(np.array(tokens, np.int32), position_count, segments, hidden)
 
 
-def _segments(pages: Mapping[tuple[int, int], _Readers], *, size: int, group: int) -> list[Segment]:
+def _segments(pages: Mapping[tuple[int, int], _Readers], *, size: int, group: int) -> list[PageSegment]:
     """Return the pages as segments; adjacent pages with the same queries share one."""
-    segments: list[Segment] = []
+    segments: list[PageSegment] = []
     last_queries: list[int] = []
     for (page, index), readers in pages.items():
         before = segments[-1] if segments else None
@@ -155,7 +155,9 @@ def _segments(pages: Mapping[tuple[int, int], _Readers], *, size: int, group: in
             )
             continue
         columns, last_queries = _columns(readers.queries, group), readers.queries
-        segments.append(Segment(page, 1, index * size, readers.count, columns, len(readers.queries) * group))
+        segments.append(
+            PageSegment(page, 1, index * size, readers.count, columns, len(readers.queries) * group)
+        )
     return segments
 
 
@@ -221,7 +223,7 @@ def _attend(block: Block, layer: Floats, by_head: Floats, heads: slice, scale: f
     return output.reshape(len(scaled), query_count, group, size).swapaxes(0, 1)
 
 
-def _pages(layer: Floats, segment: Segment, kind: int, heads: slice) -> Floats:
+def _pages(layer: Floats, segment: PageSegment, kind: int, heads: slice) -> Floats:
     """Return the keys, or for `kind` 1 the values, [pages, KV heads, tokens of each, size]."""
     token_count = segment.count // segment.page_count
     return layer[segment.page : segment.page + segment.page_count, kind, heads, :token_count]

@@ -24,7 +24,7 @@ _UNREAD_LIMIT = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
+class LookupPrompt:
     """The tokens of a lookup; `root` is h0 of fingerprint, tenant and adapter, and `shared_root` that of a
     tenant whose blocks may stand in for missing ones."""
 
@@ -60,7 +60,7 @@ class Match:
     """Tokens that match at all, whether or not their regions and checkpoints are there."""
 
 
-def match(tree: PrefixTree, prompt: Prompt, *, with_ssd: bool = True) -> Match:
+def match(tree: PrefixTree, prompt: LookupPrompt, *, with_ssd: bool = True) -> Match:
     """Return the longest usable chain."""
     search = _Search(tree, prompt.roots, prompt.keys[: prompt.limit], with_ssd=with_ssd)
     known = 0
@@ -71,7 +71,7 @@ def match(tree: PrefixTree, prompt: Prompt, *, with_ssd: bool = True) -> Match:
     return Match((), 0, known)
 
 
-def unread_nodes(tree: PrefixTree, prompt: Prompt) -> list[Node]:
+def unread_nodes(tree: PrefixTree, prompt: LookupPrompt) -> list[Node]:
     """Return the latest few blocks on SSD whose tokens are unknown and may begin like the prompt's rest."""
     search = _Search(tree, prompt.roots, prompt.keys[: prompt.limit])
     last = search.boundaries[-1]
@@ -81,7 +81,7 @@ def unread_nodes(tree: PrefixTree, prompt: Prompt) -> list[Node]:
     return list(islice((node for node in below if node.token_ids is None and node.ssd), _UNREAD_LIMIT))
 
 
-def known_chain(tree: PrefixTree, prompt: Prompt) -> list[Node]:
+def known_chain(tree: PrefixTree, prompt: LookupPrompt) -> list[Node]:
     """Return every known block that is wholly part of these tokens, in order."""
     search = _Search(tree, prompt.roots, prompt.keys)
     whole = (node for boundary in search.boundaries for node in search.whole(boundary))

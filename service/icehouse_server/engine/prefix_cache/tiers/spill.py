@@ -23,7 +23,15 @@ from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, H
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
-from icehouse_server.storage.api import OVERHEAD_BYTES, ColdTier, Failure, Names, Persisted, Purged, Ticket
+from icehouse_server.storage.api import (
+    OVERHEAD_BYTES,
+    BlockPersisted,
+    BlocksPurged,
+    ColdTier,
+    Names,
+    StorageFailure,
+    Ticket,
+)
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -53,7 +61,7 @@ class Spills:
         quotas: TenantQuotas,
         runner: CacheRunner,
         waits: StorageWaits,
-        ended: Callable[[Node, Persisted | Failure], object],
+        ended: Callable[[Node, BlockPersisted | StorageFailure], object],
     ) -> None:
         """`ended` is called for each block that was sent, after it is written or dropped."""
         self._tree = tree
@@ -70,7 +78,7 @@ class Spills:
         """Called when the storage thread has the bytes of a block."""
         self.is_over: Callable[[Node], bool] = lambda node: False
         """Whether a block's session has ended, so that it is not worth a write."""
-        self._removals: dict[Ticket[Purged], Names] = {}
+        self._removals: dict[Ticket[BlocksPurged], Names] = {}
         self.drop_totals: collections.Counter[SpillDropCause] = collections.Counter()
         """Blocks that were not sent to SSD."""
 
@@ -102,7 +110,7 @@ class Spills:
         """Whether a pending removal order names this block."""
         return any(block in blocks for blocks in self._removals.values())
 
-    def remove(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
+    def remove(self, blocks: Names, *, is_final: bool = False) -> Ticket[BlocksPurged] | None:
         """Order blocks to be removed from SSD, with `is_final` also from the store shared with other servers;
         None if the storage thread's queue is full."""
         if self.storage is None:
@@ -120,7 +128,7 @@ class Spills:
         self._finish_copies(blocks)
         return self.storage.pin(blocks, end_time)
 
-    def settle(self, blocks: Names) -> Ticket[Purged] | None:
+    def settle(self, blocks: Names) -> Ticket[BlocksPurged] | None:
         """Return a ticket that is answered when these blocks and all sent before them are written or dropped;
         None if the storage thread's queue is full."""
         assert self.storage is not None, "there is no SSD tier"
@@ -128,7 +136,7 @@ class Spills:
         # Deletes nothing, but is carried out after everything that was put before it.
         return self.storage.delete(())
 
-    def adopt(self, node: Node, block: HostBlock) -> Ticket[Persisted]:
+    def adopt(self, node: Node, block: HostBlock) -> Ticket[BlockPersisted]:
         """Write a block that was never in RAM; the write queue must have space for it."""
         assert self.storage is not None, "there is no SSD tier"
         self._tree.begin_spill(node, size_bytes=block.size_bytes + OVERHEAD_BYTES)

@@ -19,12 +19,12 @@ from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
 from icehouse_server.storage.api import (
     STALL_LIMIT_S,
+    ChainFound,
     ColdTier,
-    Failure,
-    Found,
     LearnedRates,
+    StorageFailure,
+    StorageTrouble,
     Ticket,
-    Trouble,
     hang_detail,
 )
 
@@ -139,7 +139,7 @@ class Rates:
         restore_s = self.restore_s(ssd_bytes=ssd_bytes, token_count=token_count)
         return bool(is_measured) and restore_s > self.prefill_s(token_count)
 
-    def fetch_is_slower(self, found: Found, *, token_count: int) -> bool:
+    def fetch_is_slower(self, found: ChainFound, *, token_count: int) -> bool:
         """Predict whether computing is faster than fetching and restoring the found blocks; False while too
         little was measured."""
         if not (found.fetch_bytes_per_s and self.prefill_tokens_per_s):
@@ -155,9 +155,10 @@ def _believed_s(predicted_s: float, untried_count: int, *, factor: float = _UNTR
 
 
 class Awaited(NamedTuple):
-    """A ticket to wait for, and the limits of the wait. The outcome is a `Failure` for `Trouble.TIMED_OUT`
-    after `limit_s`, or, with a `token_count`, when a read makes no progress for a multiple of the time that
-    computing so many tokens would take (0: nobody would compute them). With neither there is no limit."""
+    """A ticket to wait for, and the limits of the wait. The outcome is a `StorageFailure` for
+    `Trouble.TIMED_OUT` after `limit_s`, or, with a `token_count`, when a read makes no progress for a
+    multiple of the time that computing so many tokens would take (0: nobody would compute them). With neither
+    there is no limit."""
 
     ticket: Ticket[Any]
     token_count: int | None = None
@@ -195,7 +196,7 @@ class StorageWaits:
     def add(
         self,
         ticket: Ticket[_Result],
-        then: Callable[[_Result | Failure], object],
+        then: Callable[[_Result | StorageFailure], object],
         *,
         token_count: int | None = None,
         limit_s: float | None = None,
@@ -228,13 +229,13 @@ class StorageWaits:
 
     def give_up_inventory(self) -> None:
         """Note that the content of the tier will not be known: the engine ends."""
-        self._end(self.inventory, Failure(Trouble.LOST))
+        self._end(self.inventory, StorageFailure(StorageTrouble.LOST))
 
     def lose_storage(self) -> None:
         """Note that the tier is lost for good: it contains nothing, and no ticket will be answered."""
         self.storage = None
         for ticket in [each for each in self._waiting if each is not self.inventory]:
-            self._end(ticket, Failure(Trouble.LOST))
+            self._end(ticket, StorageFailure(StorageTrouble.LOST))
         self.complete_inventory()
 
     def expire(self) -> None:
@@ -289,7 +290,7 @@ class StorageWaits:
                 self.storage.abandon(ticket)
             self._note_reads()
         for wait in expired:
-            wait.then(Failure(Trouble.TIMED_OUT))
+            wait.then(StorageFailure(StorageTrouble.TIMED_OUT))
 
     def _note_reads(self) -> None:
         self._rates.reads_hang = self.storage is not None and self.storage.hung_read_count > 0

@@ -19,7 +19,7 @@ from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
-from icehouse_server.storage.api import Failure, Persisted
+from icehouse_server.storage.api import BlockPersisted, StorageFailure
 
 QUIET_S = 0.1
 """How long the disk must have been idle before."""
@@ -123,12 +123,12 @@ class WriteBehind:
             self._send(node)
             self._pass_count = 0
 
-    def note_end(self, node: Node, outcome: Persisted | Failure) -> None:
+    def note_end(self, node: Node, outcome: BlockPersisted | StorageFailure) -> None:
         """Record that a block was written or dropped; ignores blocks that were sent by others."""
         if self._in_flight.pop(node.hash, None) is None:
             return
         now = self._clock.monotonic()
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, StorageFailure):
             self._pause_end_time = now + FAILURE_PAUSE_S
             return
         self.block_total += 1

@@ -21,7 +21,7 @@ from icehouse_server.engine.runner.encoders.config_values import activation_of
 from icehouse_server.engine.runner.encoders.gemma import BidirectionalGemma
 from icehouse_server.engine.runner.encoders.modernbert import ModernBert
 from icehouse_server.engine.runner.encoders.packed import PackedTexts
-from icehouse_server.engine.runner.encoders.recipe import Gather, Recipe, has_head, recipe_of
+from icehouse_server.engine.runner.encoders.recipe import Gather, VectorRecipe, has_head, recipe_of
 
 _FAMILIES: Final[Mapping[str, type[Any]]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "distilbert"), Bert),
@@ -65,7 +65,7 @@ class Encoder(Module):
     Raises ValueError for an unknown config or recipe.
     """
 
-    def __init__(self, config: Mapping[str, Any], *, recipe: Recipe) -> None:
+    def __init__(self, config: Mapping[str, Any], *, recipe: VectorRecipe) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         family = _family_of(config)
         assert family is not None, "only encoders are made here"

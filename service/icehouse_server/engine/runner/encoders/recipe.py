@@ -51,7 +51,7 @@ class DenseStep:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recipe:
+class VectorRecipe:
     """How a folder's vectors are made."""
 
     gather: Gather | None
@@ -83,7 +83,7 @@ def has_head(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def recipe_of(folder: Path) -> Recipe:
+def recipe_of(folder: Path) -> VectorRecipe:
     """Read a folder's recipe. Raises ValueError for unknown pooling and for damaged files."""
     gather, dense, unknown = None, [], ""
     for step, path in _steps(folder):
@@ -96,7 +96,7 @@ def recipe_of(folder: Path) -> Recipe:
     limits = folder / "sentence_bert_config.json"
     limit = _object(limits).get("max_seq_length") if limits.exists() else None
     named = folder / "config_sentence_transformers.json"
-    return Recipe(
+    return VectorRecipe(
         unknown_step=unknown,
         gather=gather,
         dense=tuple(dense),

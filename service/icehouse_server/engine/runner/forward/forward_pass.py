@@ -40,9 +40,9 @@ from icehouse_server.engine.runner.forward.model_seam import (
     picked,
     share_angles,
 )
-from icehouse_server.engine.runner.forward.replay import Replays
+from icehouse_server.engine.runner.forward.replay import PassReplays
 from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row, Share, StateGroup
-from icehouse_server.engine.runner.forward.row_spans import Spans
+from icehouse_server.engine.runner.forward.row_spans import RowSpans
 from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts
 
 Built = TypeVar("Built")
@@ -97,7 +97,7 @@ class ForwardPass:
         is_all_paged = self.facts.modes == (PassSplit.ATTENTION,) and len(self.facts.caches) == sum(
             len(group.layers) for group in paging.groups
         )
-        self.replays = Replays(paging.groups if is_all_paged else (), self._decode)
+        self.replays = PassReplays(paging.groups if is_all_paged else (), self._decode)
 
     def run(self, token_ids: mx.array, shares: Sequence[Share]) -> PassOutput:
         """Feed every share's tokens, which are in `token_ids` share after share.
@@ -114,7 +114,7 @@ class ForwardPass:
             return self._run_alone(token_ids, shares)
         if self._leaf_splits is None:
             self._leaf_splits = _leaf_splits(self.facts.caches, shares[0].row.raw_caches)
-        spans = Spans.of(shares)
+        spans = RowSpans.of(shares)
         places = self._places(spans)
         if self.replays.takes(shares):
             return self._decoded(token_ids, spans, places)
@@ -142,14 +142,14 @@ class ForwardPass:
             share.row.token_count += share.token_count
         return self._output(spans, logits[:, 0] if logit_indices else None, hidden)
 
-    def _decoded(self, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]) -> PassOutput:
+    def _decoded(self, token_ids: mx.array, spans: RowSpans, places: Sequence[TokenPlaces]) -> PassOutput:
         """Feed one token of each row and return the logits."""
         logits = self.replays.run(token_ids, spans, places)
         for row in spans.rows:
             row.token_count += 1
         return self._output(spans, logits, None)
 
-    def _decode(self, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]) -> mx.array:
+    def _decode(self, token_ids: mx.array, spans: RowSpans, places: Sequence[TokenPlaces]) -> mx.array:
         """Build what such a pass computes: logits, [rows, vocabulary]."""
         views = self._views(spans, (row.raw_caches for row in spans.rows), places)
         logits, _ = self._built(spans, views, lambda: self._call(token_ids[:, None], views, None))
@@ -171,7 +171,7 @@ class ForwardPass:
         """
         window = self._window
         assert window is not None, "This model's layers run together"
-        spans = Spans.of([Share(chunk.row, len(chunk.token_ids))])
+        spans = RowSpans.of([Share(chunk.row, len(chunk.token_ids))])
         views = self._views(spans, [chunk.caches], self._places(spans))
         token_ids = mx.array(list(chunk.token_ids))[:, None]
 
@@ -221,7 +221,7 @@ class ForwardPass:
                 trunk.is_on, trunk.indices, trunk.hidden = False, None, None
         return logits if trunk is not None or indices is None else picked(logits, indices), hidden
 
-    def _places(self, spans: Spans) -> list[TokenPlaces]:
+    def _places(self, spans: RowSpans) -> list[TokenPlaces]:
         """Return where the pass's tokens are in the pages of each group."""
         begins = [row.token_count for row in spans.rows]
         return [
@@ -230,7 +230,7 @@ class ForwardPass:
         ]
 
     def _views(
-        self, spans: Spans, caches: Iterable[Sequence[Cache]], places: Sequence[TokenPlaces]
+        self, spans: RowSpans, caches: Iterable[Sequence[Cache]], places: Sequence[TokenPlaces]
     ) -> list[View]:
         """Return a view of each layer; `caches` are the rows' in the order of the spans."""
         columns = zip(*caches, strict=True)
@@ -244,7 +244,7 @@ class ForwardPass:
                 flat.paged = PagedLayer(group, own, layer)
         return views
 
-    def _built(self, spans: Spans, views: Sequence[View], call: Callable[[], Built]) -> Built:
+    def _built(self, spans: RowSpans, views: Sequence[View], call: Callable[[], Built]) -> Built:
         """Return the result of a call in which these views stand for the layers' caches. All layers share the
         pass's angles."""
         PASS_ANGLES.begin(spans.positions)
@@ -256,7 +256,7 @@ class ForwardPass:
             HANDED.clear()
             PASS_ANGLES.end()
 
-    def _regroup(self, spans: Spans) -> None:
+    def _regroup(self, spans: RowSpans) -> None:
         """Stack the states of the decoding rows, unless they are already stacked."""
         indices = [i for i, split in enumerate(self._leaf_splits or ()) if split.is_stacked]
         singles = spans.rows[: spans.single_count]
@@ -274,7 +274,7 @@ class ForwardPass:
                 row.leave_group()
             row.mark(share.token_count)
 
-    def _output(self, spans: Spans, logits: mx.array | None, hidden: mx.array | None) -> PassOutput:
+    def _output(self, spans: RowSpans, logits: mx.array | None, hidden: mx.array | None) -> PassOutput:
         logit_counts = [share.logit_count for share in spans.shares]
         hidden_counts = [share.hidden_count for share in spans.shares]
         hidden_indices = spans.last_indices(hidden_counts)
@@ -292,7 +292,7 @@ class ForwardPass:
             arrays,
         )
 
-    def _unseen_arrays(self, spans: Spans, *, sees_all: bool) -> list[Any]:
+    def _unseen_arrays(self, spans: RowSpans, *, sees_all: bool) -> list[Any]:
         """Return the caches' arrays that the outputs do not depend on.
 
         Outputs depend on every layer's attention of every row, since the rows are joined after it.
@@ -340,7 +340,7 @@ def _spans(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
 
 
-def _as_given(laid: tuple[tuple[int, int], ...], spans: Spans) -> tuple[tuple[int, int], ...]:
+def _as_given(laid: tuple[tuple[int, int], ...], spans: RowSpans) -> tuple[tuple[int, int], ...]:
     """Return spans in the order of the shares as they were given, instead of the pass's order."""
     return (
         laid

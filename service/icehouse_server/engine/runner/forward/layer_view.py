@@ -32,7 +32,7 @@ from icehouse_server.engine.runner.forward.masks import (
     default_masks,
     made_masks,
 )
-from icehouse_server.engine.runner.forward.row_spans import SHORT_TOKEN_COUNT, Spans
+from icehouse_server.engine.runner.forward.row_spans import SHORT_TOKEN_COUNT, RowSpans
 from icehouse_server.engine.runner.forward.splits import CacheSplit, NotSplittable
 
 _CONSTANTS = frozenset({"max_size", "keep", "chunk_size", "group_size"})
@@ -59,7 +59,7 @@ class _RowCaches:
 
     __slots__ = ("caches", "spans")
 
-    def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
+    def __init__(self, caches: Sequence[Any], spans: RowSpans) -> None:
         self.caches = caches
         self.spans = spans
 
@@ -74,7 +74,7 @@ class FlatLayer(_RowCaches):
 
     __slots__ = ("cache_class", "fetched", "handed", "offset", "paged")
 
-    def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
+    def __init__(self, caches: Sequence[Any], spans: RowSpans) -> None:
         super().__init__(caches, spans)
         self.paged: PagedLayer | None = None
         """Where keys and values are, if they are in pages."""
@@ -131,7 +131,7 @@ class SplitLayer(_RowCaches):
     __slots__ = ("flat", "is_used", "offset", "owner", "stacked", "start_position")
     lengths = None
 
-    def __init__(self, caches: Sequence[Any], spans: Spans, *, split: CacheSplit) -> None:
+    def __init__(self, caches: Sequence[Any], spans: RowSpans, *, split: CacheSplit) -> None:
         super().__init__(caches, spans)
         self.flat = FlatLayer(caches, spans) if split.is_entered else None
         self.is_used = False
@@ -191,7 +191,7 @@ class ListLayer:
 View = FlatLayer | SplitLayer | ListLayer
 
 
-def view_of(caches: Sequence[Any], spans: Spans, split: CacheSplit) -> View:
+def view_of(caches: Sequence[Any], spans: RowSpans, split: CacheSplit) -> View:
     """Return the view of one layer; `caches` are the rows' in the order of the spans."""
     if split.parts:
         columns = zip(*(cache.caches for cache in caches), strict=True)
@@ -274,7 +274,7 @@ def _attend_pages(
     return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _together(spans: Spans, masks: Sequence[Mask] | None, *, takes_chunks: bool) -> tuple[int, int]:
+def _together(spans: RowSpans, masks: Sequence[Mask] | None, *, takes_chunks: bool) -> tuple[int, int]:
     """Return how many of the first rows attend in one launch, and their token count: rows without a mask of
     their own and with few tokens, or with any number if attention takes chunks."""
     if masks is not None and any(isinstance(mask, mx.array) for mask in masks):

@@ -20,7 +20,7 @@ from icehouse_server.engine.attention.build_hooks import EARLY_START
 from icehouse_server.engine.attention.port import ReplayedAttention, TokenPlaces
 from icehouse_server.engine.kv.page_table import PageGroup
 from icehouse_server.engine.runner.forward.row import Share
-from icehouse_server.engine.runner.forward.row_spans import Spans
+from icehouse_server.engine.runner.forward.row_spans import RowSpans
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -34,12 +34,12 @@ _TOLERANCE: Final = 0.02
 _PROOF_COUNT: Final = 2
 """How many passes are both replayed and built, to see that they give the same."""
 
-Build = Callable[[mx.array, Spans, Sequence[TokenPlaces]], mx.array]
+Build = Callable[[mx.array, RowSpans, Sequence[TokenPlaces]], mx.array]
 """Builds a decode pass of tokens, [rows], and returns its logits, [rows, vocabulary]."""
 _Traced = Callable[..., list[mx.array]]
 
 
-class Replays:
+class PassReplays:
     """Traces of one module tree's decode passes. The first ones are also built, which proves them here."""
 
     def __init__(self, groups: Sequence[PageGroup], build: Build) -> None:
@@ -51,7 +51,7 @@ class Replays:
         self._traced: collections.OrderedDict[Hashable, _Traced] = collections.OrderedDict()
         self._pools: list[mx.array] = []
         """The pools' arrays that the traces hold."""
-        self._tracing: tuple[Spans, Sequence[TokenPlaces]] | None = None
+        self._tracing: tuple[RowSpans, Sequence[TokenPlaces]] | None = None
         self._proofs_left = _PROOF_COUNT
         for group in groups:
             group.pool.before_replaced.append(self.close)
@@ -73,7 +73,7 @@ class Replays:
             for share in shares
         )
 
-    def run(self, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]) -> mx.array:
+    def run(self, token_ids: mx.array, spans: RowSpans, places: Sequence[TokenPlaces]) -> mx.array:
         """Return the logits of a pass, [rows, vocabulary], replayed if its graph is known."""
         launches = tuple(
             attention.launch_of(own, group.window)
@@ -145,7 +145,7 @@ class Replays:
         return [logits, *(pool.order for pool in pools)]
 
     def _prove(
-        self, logits: mx.array, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]
+        self, logits: mx.array, token_ids: mx.array, spans: RowSpans, places: Sequence[TokenPlaces]
     ) -> None:
         """Build the pass, too, and compare; both write the same to the pages. Raises ValueError if the logits
         differ."""

@@ -17,7 +17,7 @@ SHORT_TOKEN_COUNT: Final = 64
 
 
 @dataclasses.dataclass(slots=True)
-class Spans:
+class RowSpans:
     """The rows of one pass in the order of their tokens: rows with one token first, long chunks last."""
 
     shares: tuple[Share, ...]
@@ -42,7 +42,7 @@ class Spans:
     """Whether the positions stand for those of any pass with equally many rows (`replay`)."""
 
     @classmethod
-    def of(cls, shares: Sequence[Share]) -> Spans:
+    def of(cls, shares: Sequence[Share]) -> RowSpans:
         """Lay out the shares."""
         order = sorted(range(len(shares)), key=lambda i: _rank(shares[i]))
         laid = tuple(shares[i] for i in order)

@@ -34,10 +34,10 @@ from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 from icehouse_server.engine.kv_cache.cache_classes import CACHE_CLASSES
 from icehouse_server.engine.runner.identity.source import (
     EVERY_NAME,
+    FileStamp,
     Import,
-    Source,
-    Stamp,
-    Statement,
+    ModuleSource,
+    ModuleStatement,
     UnreadableSource,
     digest_of,
     find_spec,
@@ -81,7 +81,7 @@ class KvCode:
 
     digests: Mapping[str, str]
     """By module. "mlx" is its release and "icehouse" our number, as they are."""
-    stamps: Mapping[str, Stamp]
+    stamps: Mapping[str, FileStamp]
     """Of the modules' files, when they were read."""
     names: frozenset[Import]
     """The names that were read in mlx-lm and mlx-vlm."""
@@ -150,10 +150,10 @@ class Reach:
     (`getattr`, `importlib`) are not seen: the caller must name them.
     """
 
-    def __init__(self, given: Iterable[Source] = ()) -> None:
+    def __init__(self, given: Iterable[ModuleSource] = ()) -> None:
         """`given` are modules that no import can find."""
-        self._sources: dict[str, Source | None] = {source.name: source for source in given}
-        self._statements: dict[str, set[Statement]] = {}
+        self._sources: dict[str, ModuleSource | None] = {source.name: source for source in given}
+        self._statements: dict[str, set[ModuleStatement]] = {}
         self._imports: dict[str, set[str]] = {}
         self._seen: set[Import] = set(_NOT_FOLLOWED)
 
@@ -189,18 +189,18 @@ class Reach:
             for name in statement.binds
         )
 
-    def stamps(self) -> dict[str, Stamp]:
+    def stamps(self) -> dict[str, FileStamp]:
         """Return the stamps of the reached modules' files when they were read."""
         sources = {name: self._sources[name] for name in self._statements}
         return {name: source.stamp for name, source in sources.items() if source and source.stamp}
 
-    def _source(self, module: str) -> Source | None:
+    def _source(self, module: str) -> ModuleSource | None:
         if module not in self._sources:
             is_followed = module.partition(".")[0] in _PACKAGES
             self._sources[module] = read_source(module) if is_followed else None
         return self._sources[module]
 
-    def _reach(self, source: Source, name: str) -> list[Import]:
+    def _reach(self, source: ModuleSource, name: str) -> list[Import]:
         """Add what one name of a module stands for; return what that needs in turn."""
         needed: list[Import] = []
         if source.name not in self._statements:
@@ -223,7 +223,7 @@ class Reach:
         lazy = [s for s in source.statements if "__getattr__" in s.binds]
         return needed + stars + self._add(source, lazy)
 
-    def _add(self, source: Source, statements: Sequence[Statement]) -> list[Import]:
+    def _add(self, source: ModuleSource, statements: Sequence[ModuleStatement]) -> list[Import]:
         needed: list[Import] = []
         for statement in statements:
             if statement not in self._statements[source.name]:
@@ -285,7 +285,7 @@ def _is_foreign(model_dir: Path, config: Mapping[str, Any]) -> bool:
     )
 
 
-def _custom_source(model_dir: Path, config: Mapping[str, Any]) -> list[Source]:
+def _custom_source(model_dir: Path, config: Mapping[str, Any]) -> list[ModuleSource]:
     """Return the folder's own module, if config.json names one."""
     name = config.get("model_file")
     if not isinstance(name, str):
@@ -320,7 +320,7 @@ def _changed(names: Iterable[str]) -> ModelError:
     )
 
 
-def _early_stamps() -> dict[str, Stamp | None]:
+def _early_stamps() -> dict[str, FileStamp | None]:
     """Return the stamps of the files of all modules imported so far."""
     loaded = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] in _PACKAGES]
     specs = [(name, getattr(module, "__spec__", None)) for name, module in loaded]

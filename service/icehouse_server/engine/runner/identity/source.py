@@ -30,7 +30,7 @@ class UnreadableSource(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stamp:
+class FileStamp:
     """The state of a module's file: equal as long as nobody replaces it or writes to it."""
 
     path: str
@@ -51,7 +51,7 @@ class Import:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Statement:
+class ModuleStatement:
     """A top-level statement of a module, other than an import."""
 
     text: str
@@ -64,19 +64,19 @@ class Statement:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class ModuleSource:
     """A module: its statements, and its top-level imports."""
 
     name: str
     is_package: bool
-    statements: tuple[Statement, ...]
+    statements: tuple[ModuleStatement, ...]
     imports: tuple[tuple[str, Import], ...]
     """With the names that they bind."""
-    stamp: Stamp | None
+    stamp: FileStamp | None
     """None for a module without a file of its own."""
 
 
-def read_source(name: str) -> Source | None:
+def read_source(name: str) -> ModuleSource | None:
     """Return an installed module; None if there is none. Raises UnreadableSource."""
     spec = find_spec(name)
     return None if spec is None else source_of(spec)
@@ -99,7 +99,7 @@ def find_spec(name: str) -> ModuleSpec | None:
     return found
 
 
-def stamp_of(path: str | None) -> Stamp | None:
+def stamp_of(path: str | None) -> FileStamp | None:
     """Return the current stamp of a file; None if there is none."""
     if path is None:
         return None
@@ -107,10 +107,10 @@ def stamp_of(path: str | None) -> Stamp | None:
         info = os.stat(path)
     except OSError:
         return None
-    return Stamp(path, info.st_ino, info.st_size, info.st_mtime_ns)
+    return FileStamp(path, info.st_ino, info.st_size, info.st_mtime_ns)
 
 
-def source_of(spec: ModuleSpec) -> Source:
+def source_of(spec: ModuleSpec) -> ModuleSource:
     """Return a module that was found. A file is read again only if it, or its compiled code, has changed.
     Raises UnreadableSource."""
     stamp = stamp_of(spec.origin)
@@ -121,28 +121,28 @@ def source_of(spec: ModuleSpec) -> Source:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Found:
     name: str
-    stamp: Stamp | None
-    compiled: Stamp | None
+    stamp: FileStamp | None
+    compiled: FileStamp | None
     spec: ModuleSpec = dataclasses.field(compare=False)
 
 
 @functools.lru_cache(maxsize=1024)
-def _source_in_file(found: _Found) -> Source:
+def _source_in_file(found: _Found) -> ModuleSource:
     return _read_source(found)
 
 
-def _read_source(found: _Found) -> Source:
+def _read_source(found: _Found) -> ModuleSource:
     spec, stamp = found.spec, found.stamp
     is_package = spec.submodule_search_locations is not None
     loader: Any = spec.loader
     if loader is None or spec.origin is None:
         # A folder that is a package without a module of its own.
-        return Source(spec.name, is_package, (), (), stamp)
+        return ModuleSource(spec.name, is_package, (), (), stamp)
     try:
         text = loader.get_source(spec.name)
         if text is not None and loader.get_code(spec.name) == _as_compiled(text, spec.origin):
             statements, imports = _read(ast.parse(text), text, spec.parent or "")
-            return Source(spec.name, is_package, statements, imports, stamp)
+            return ModuleSource(spec.name, is_package, statements, imports, stamp)
     except (AttributeError, ImportError, OSError, SyntaxError, ValueError, EOFError) as error:
         raise UnreadableSource(f"{spec.name} in {spec.origin} cannot be read: {error}") from error
     raise UnreadableSource(
@@ -159,9 +159,9 @@ def _as_compiled(text: str, path: str) -> CodeType:
 
 def _read(
     tree: ast.Module, text: str, package: str
-) -> tuple[tuple[Statement, ...], tuple[tuple[str, Import], ...]]:
+) -> tuple[tuple[ModuleStatement, ...], tuple[tuple[str, Import], ...]]:
     lines = text.split("\n")
-    statements: list[Statement] = []
+    statements: list[ModuleStatement] = []
     imports: list[tuple[str, Import]] = []
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -171,7 +171,7 @@ def _read(
     return tuple(statements), tuple(imports)
 
 
-def _statement(node: ast.stmt, lines: list[str], package: str) -> Statement:
+def _statement(node: ast.stmt, lines: list[str], package: str) -> ModuleStatement:
     decorators = getattr(node, "decorator_list", [])
     first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     inner = list(ast.walk(node))
@@ -190,7 +190,7 @@ def _statement(node: ast.stmt, lines: list[str], package: str) -> Statement:
         }
         binds |= {child.name for child in inner if isinstance(child, ast.FunctionDef | ast.ClassDef)}
         is_effect = not binds or any(_acts(child) for child in inner)
-    return Statement(
+    return ModuleStatement(
         text="\n".join(lines[first - 1 : node.end_lineno]),
         binds=frozenset(binds),
         is_effect=is_effect,

@@ -27,8 +27,8 @@ import numpy as np
 import xxhash
 
 from icehouse_server.domain.blocks import (
+    BlockDamage,
     BlockHeader,
-    Damage,
     HostBlock,
     HostRegion,
     HostTensor,
@@ -184,10 +184,10 @@ def open_block(
     """
     with _opened_block(files, path, cipher, is_own=True) as (descriptor, file):
         if file.header != planned.header:
-            raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
+            raise BlockFileError(BlockDamage.MISMATCH, f"{path} holds another block than expected")
         missing = planned.regions - {region.kind for region in file.regions}
         if missing:
-            raise BlockFileError(Damage.MISMATCH, f"{path} has no region {', '.join(sorted(missing))}")
+            raise BlockFileError(BlockDamage.MISMATCH, f"{path} has no region {', '.join(sorted(missing))}")
         yield descriptor, file
 
 
@@ -199,7 +199,7 @@ def read_header(files: Files, path: str, name: BlockHash, *, cipher: Cipher | No
     with _opened_block(files, path, cipher, is_own=True) as (_, file):
         header = file.header
     if header is None or header.hash != name:
-        raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
+        raise BlockFileError(BlockDamage.MISMATCH, f"{path} holds another block than expected")
     return header
 
 
@@ -287,7 +287,7 @@ def _read_exactly(files: Files, descriptor: int, size_bytes: int, *, offset: int
     buffer = bytearray(size_bytes)
     got = files.read_into(descriptor, [memoryview(buffer)], offset=offset)
     if got != size_bytes:
-        raise BlockFileError(Damage.TRUNCATED, f"{got} bytes at {offset}, where {size_bytes} were due")
+        raise BlockFileError(BlockDamage.TRUNCATED, f"{got} bytes at {offset}, where {size_bytes} were due")
     return bytes(buffer)
 
 
@@ -300,7 +300,7 @@ def _opened_block(
     try:
         descriptor = files.open(path)
     except FileNotFoundError as error:
-        raise BlockFileError(Damage.MISSING, f"{path} is gone") from error
+        raise BlockFileError(BlockDamage.MISSING, f"{path} is gone") from error
     except OSError as error:
         raise BlockFileError(damage_of(error), f"{path} cannot be opened: {error}") from error
     try:
@@ -309,7 +309,7 @@ def _opened_block(
         except OSError as error:
             raise BlockFileError(damage_of(error), f"{path} cannot be read: {error}") from error
         if is_own and (file.cipher is None) != (cipher is None):
-            raise BlockFileError(Damage.AUTH_TAG, f"{path} is not encrypted under the key in use")
+            raise BlockFileError(BlockDamage.AUTH_TAG, f"{path} is not encrypted under the key in use")
         yield descriptor, file
     finally:
         files.close(descriptor)

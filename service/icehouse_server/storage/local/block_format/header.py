@@ -27,8 +27,8 @@ import xxhash
 
 from icehouse_server.domain.blocks import (
     LAYOUT_ABI,
+    BlockDamage,
     BlockHeader,
-    Damage,
     RegionKind,
     block_hash,
     pack_tokens,
@@ -76,7 +76,7 @@ _DIMENSION_LIMIT = 2**31 - 1
 class BlockFileError(Exception):
     """A file is not a complete, valid block file of this layout ABI."""
 
-    def __init__(self, damage: Damage, message: str) -> None:
+    def __init__(self, damage: BlockDamage, message: str) -> None:
         super().__init__(message)
         self.damage = damage
 
@@ -241,11 +241,11 @@ def parse_head(head: bytes, *, file_bytes: int, cipher: Cipher | None = None) ->
     file_cipher = file_cipher_of(cipher, outline, salt=salt)
     text = file_cipher.decrypt_header(encrypted)
     if text is None:
-        raise BlockFileError(Damage.AUTH_TAG, "Header is not what was encrypted under this key")
+        raise BlockFileError(BlockDamage.AUTH_TAG, "Header is not what was encrypted under this key")
     inside = _parse_clear(text, file_bytes=file_bytes, data_offset=len(head), name_secret=cipher.name_secret)
     bare = tuple(map(_public_region, inside.regions))
     if (inside.outline, bare) != (outline, regions):
-        raise BlockFileError(Damage.AUTH_TAG, "The public and the encrypted part of the header differ")
+        raise BlockFileError(BlockDamage.AUTH_TAG, "The public and the encrypted part of the header differ")
     return dataclasses.replace(outside, header=inside.header, regions=inside.regions, cipher=file_cipher)
 
 
@@ -261,7 +261,7 @@ def _parse_clear(head: bytes, *, file_bytes: int, data_offset: int, name_secret:
     with _parsing_errors():
         metadata, tensors_text = _split(head)
         if metadata["format"] != _FORMAT:
-            raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {_FORMAT!r}")
+            raise BlockFileError(BlockDamage.HEADER, f"Format is {metadata['format']!r}, not {_FORMAT!r}")
         _check_abi(metadata)
         token_ids = unpack_tokens(bytes.fromhex(metadata["token_ids"]))
         outline = _parse_outline(metadata, token_count=len(token_ids))
@@ -285,7 +285,7 @@ def _parse_clear(head: bytes, *, file_bytes: int, data_offset: int, name_secret:
         parent=header.parent, token_ids=header.token_ids, extra=header.extra, secret=name_secret
     )
     if header.hash != expected:
-        raise BlockFileError(Damage.HEADER, f"Hash {header.hash.hex()} is not that of the token ids")
+        raise BlockFileError(BlockDamage.HEADER, f"Hash {header.hash.hex()} is not that of the token ids")
     return BlockFile(outline, header, regions, file_bytes, checksum)
 
 
@@ -295,45 +295,51 @@ def _parsing_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise BlockFileError(Damage.HEADER, f"Header cannot be understood: {error!r}") from error
+        raise BlockFileError(BlockDamage.HEADER, f"Header cannot be understood: {error!r}") from error
 
 
 def head_length(start: bytes | bytearray, *, file_bytes: int) -> int:
     """Return the length of the head (8 + JSON) that the file's first bytes claim. Raises `BlockFileError`."""
     if len(start) < 8:
-        raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, fewer than a header length")
+        raise BlockFileError(
+            BlockDamage.TRUNCATED, f"File has {file_bytes} bytes, fewer than a header length"
+        )
     head_bytes = 8 + int.from_bytes(start[:8], "little")
     if head_bytes > _HEADER_LIMIT_BYTES or head_bytes % _ALIGNMENT_BYTES:
-        raise BlockFileError(Damage.HEADER, f"Header length {head_bytes - 8} is impossible")
+        raise BlockFileError(BlockDamage.HEADER, f"Header length {head_bytes - 8} is impossible")
     if head_bytes > file_bytes:
-        raise BlockFileError(Damage.TRUNCATED, f"Header of {head_bytes} bytes in a file of {file_bytes}")
+        raise BlockFileError(BlockDamage.TRUNCATED, f"Header of {head_bytes} bytes in a file of {file_bytes}")
     return head_bytes
 
 
 def _check_head(head: bytes, *, file_bytes: int) -> int:
     """Check the header's checksum and length; return the checksum."""
     if len(head) != head_length(head, file_bytes=file_bytes):
-        raise BlockFileError(Damage.TRUNCATED, f"Head has {len(head)} bytes, not what its length says")
+        raise BlockFileError(BlockDamage.TRUNCATED, f"Head has {len(head)} bytes, not what its length says")
     if head[8:_CHECKSUM_OFFSET] != _HEAD:
-        raise BlockFileError(Damage.HEADER, "Header does not begin as a block file's")
+        raise BlockFileError(BlockDamage.HEADER, "Header does not begin as a block file's")
     stored = head[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + 16]
     checksum = xxhash.xxh3_64_intdigest(head[:_CHECKSUM_OFFSET] + _ZEROS + head[_CHECKSUM_OFFSET + 16 :])
     if stored != b"%016x" % checksum:
-        raise BlockFileError(Damage.HEADER, f"Header checksum is {checksum:016x}, the file says {stored!r}")
+        raise BlockFileError(
+            BlockDamage.HEADER, f"Header checksum is {checksum:016x}, the file says {stored!r}"
+        )
     return checksum
 
 
 def _check_abi(metadata: Mapping[str, str]) -> None:
     """Raise `BlockFileError` for another layout ABI."""
     if metadata["layout_abi"] != str(LAYOUT_ABI):
-        raise BlockFileError(Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}")
+        raise BlockFileError(
+            BlockDamage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}"
+        )
 
 
 def _check_end(regions: Sequence[FileRegion], *, data_offset: int, file_bytes: int) -> None:
     """Raise `BlockFileError` if the file does not end where its last region does."""
     end = regions[-1].offset + regions[-1].stored_bytes if regions else data_offset
     if end != file_bytes:
-        raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
+        raise BlockFileError(BlockDamage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
 
 
 def _parse_outline(metadata: Mapping[str, str], *, token_count: int) -> BlockOutline:

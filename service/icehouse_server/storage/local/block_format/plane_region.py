@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from icehouse_server.domain.blocks import Damage, HostRegion
+from icehouse_server.domain.blocks import BlockDamage, HostRegion
 from icehouse_server.storage.api import TensorShape
 from icehouse_server.storage.local.block_format.header import DTYPE_BYTES, BlockFileError
 from icehouse_server.storage.local.block_format.planes import (
@@ -111,17 +111,18 @@ def read_planes(source: RegionInput, target: Iterable[memoryview]) -> None:
             began_s = meter.now()
             decoder.decode(sizes, planes, data, width=chunk.width)
         except DamagedChunk as error:
-            raise BlockFileError(Damage.CHECKSUM, f"region {region.kind}: {error}") from error
+            raise BlockFileError(BlockDamage.CHECKSUM, f"region {region.kind}: {error}") from error
         digest.update(data.data)
         sink.copy_from(data.data)
         meter.decode_s += meter.now() - began_s
         meter.decoded_bytes += chunk.size_bytes
     if source.left_bytes or stored.left_bytes:
-        raise BlockFileError(Damage.CHECKSUM, f"region {region.kind} has more bytes than its chunks")
+        raise BlockFileError(BlockDamage.CHECKSUM, f"region {region.kind} has more bytes than its chunks")
     source.finish()
     if digest.intdigest() != region.planes.checksum:
         raise BlockFileError(
-            Damage.CHECKSUM, f"the tensors of region {region.kind} do not have the checksum of its header"
+            BlockDamage.CHECKSUM,
+            f"the tensors of region {region.kind} do not have the checksum of its header",
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import xxhash
 
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.file_region import FileRegion
@@ -73,7 +73,9 @@ class RegionInput:
         self.meter.disk_s += self.meter.now() - began_s
         self.meter.disk_bytes += got
         if got != size_bytes:
-            raise BlockFileError(Damage.TRUNCATED, f"region {kind} ends after {self._offset + got} bytes")
+            raise BlockFileError(
+                BlockDamage.TRUNCATED, f"region {kind} ends after {self._offset + got} bytes"
+            )
         for part in parts:
             self._digest.update(part)
             if self._decryptor is not None:
@@ -85,14 +87,18 @@ class RegionInput:
         kind = self.region.kind
         assert self.left_bytes == 0, f"{kind} was not covered exactly"
         if self._digest.intdigest() != self.region.checksum:
-            raise BlockFileError(Damage.CHECKSUM, f"region {kind} does not have the checksum of its header")
+            raise BlockFileError(
+                BlockDamage.CHECKSUM, f"region {kind} does not have the checksum of its header"
+            )
         if self._decryptor is not None and not self._decryptor.finish():
-            raise BlockFileError(Damage.AUTH_TAG, f"region {kind} is not what was encrypted under this key")
+            raise BlockFileError(
+                BlockDamage.AUTH_TAG, f"region {kind} is not what was encrypted under this key"
+            )
 
 
-def damage_of(error: OSError) -> Damage:
+def damage_of(error: OSError) -> BlockDamage:
     """Return what a disk error says about a block."""
-    return Damage.MEMORY if is_shortage(error) else Damage.IO
+    return BlockDamage.MEMORY if is_shortage(error) else BlockDamage.IO
 
 
 def slices(data: memoryview) -> Iterator[memoryview]:

@@ -33,7 +33,7 @@ from icehouse_server.storage.local.block_format.block_file import verify_block
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.directory.manifest import BlockRecord
-from icehouse_server.storage.local.directory.offline import OfflineStore, Rows
+from icehouse_server.storage.local.directory.offline import ManifestRows, OfflineStore
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
 from icehouse_server.storage.storage_settings import StorageSettings
@@ -47,7 +47,7 @@ Progress = Callable[[int], None]
 """Called with the number of blocks done so far."""
 
 
-class Refusal(enum.StrEnum):
+class BlockRefusal(enum.StrEnum):
     """Why a block of an archive was not adopted."""
 
     DAMAGED = "damaged"
@@ -73,7 +73,7 @@ class ImportReport:
     adopted_bytes: int = 0
     known_count: int = 0
     """Blocks that were stored already."""
-    refused: Counter[Refusal] = dataclasses.field(default_factory=Counter)
+    refused: Counter[BlockRefusal] = dataclasses.field(default_factory=Counter)
     stop_detail: str = ""
     """Why the rest of the archive was not read; empty if all of it was."""
 
@@ -109,7 +109,7 @@ class ExportSource:
             self._files.close(lock)
 
     def _stream(
-        self, rows: Rows, records: list[BlockRecord], progress: Progress
+        self, rows: ManifestRows, records: list[BlockRecord], progress: Progress
     ) -> Iterator[bytes | ExportReport]:
         first = records[0]
         writer = ArchiveWriter()
@@ -261,9 +261,9 @@ class ImportTarget:
         if entry.hash in store.index:
             self._report.known_count += 1
         elif entry.start_token_index and entry.parent not in store.index:
-            self._report.refused[Refusal.PARENT_MISSING] += 1
+            self._report.refused[BlockRefusal.PARENT_MISSING] += 1
         elif not store.has_space(entry.file_bytes):
-            self._report.refused[Refusal.SSD_FULL] += 1
+            self._report.refused[BlockRefusal.SSD_FULL] += 1
         else:
             path = store.paths.block(self._fingerprint, entry.hash) + PARTIAL_SUFFIX
             self._writing = _Writing(entry, store.files.create(path), path)
@@ -274,7 +274,7 @@ class ImportTarget:
         self._discard(writing)
         self._writing = None
         if not is_adopted:
-            self._report.refused[Refusal.DAMAGED] += 1
+            self._report.refused[BlockRefusal.DAMAGED] += 1
             return
         self._report.adopted_count += 1
         self._report.adopted_bytes += writing.entry.file_bytes
@@ -302,7 +302,7 @@ class ImportTarget:
             remove(self._store.files, writing.path)
 
 
-def _chosen(rows: Rows, fingerprint: str) -> list[BlockRecord]:
+def _chosen(rows: ManifestRows, fingerprint: str) -> list[BlockRecord]:
     """Return the rows of one model. Raises `NotFound` if there are none, or several models match."""
     records = [r for r in rows.records if r.fingerprint.hex().startswith(fingerprint.lower())]
     found = {record.fingerprint.hex() for record in records}

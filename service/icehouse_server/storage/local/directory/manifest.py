@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import xxhash
 from sqlite_utils import Database
 
-from icehouse_server.domain.blocks import LAYOUT_ABI, Damage, RegionKind, pack_tokens
+from icehouse_server.domain.blocks import LAYOUT_ABI, BlockDamage, RegionKind, pack_tokens
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.api import LearnedRates
@@ -270,7 +270,7 @@ class Manifest:
             "SELECT hash, token_ids, extra, regions FROM block_contents WHERE hash = ?", (file.outline.hash,)
         ).fetchone()
         if not (record.is_of(file) and row == _contents_row(file)):
-            raise BlockFileError(Damage.MISMATCH, "its row is not what its file says")
+            raise BlockFileError(BlockDamage.MISMATCH, "its row is not what its file says")
 
     def insert(
         self, blocks: Iterable[tuple[BlockRecord, BlockFile]], *, day: int = 0, written_bytes: int = 0

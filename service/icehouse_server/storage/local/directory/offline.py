@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.errors import NotFound, Reason, StorageError
 from icehouse_server.storage.files import FileInfo, Files, exists, opened, remove
@@ -39,7 +39,7 @@ _PURGE_BATCH_COUNT = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
+class ManifestRows:
     """The contents of the manifest."""
 
     records: tuple[BlockRecord, ...]
@@ -51,11 +51,11 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class BlockVerdict:
     """One verified block; `damage` is None if it is sound and matches its row."""
 
     record: BlockRecord
-    damage: Damage | None
+    damage: BlockDamage | None
     detail: str
 
 
@@ -80,15 +80,15 @@ class OfflineStore:
         self._files = files
         self._clock = clock
 
-    def rows(self) -> Rows:
+    def rows(self) -> ManifestRows:
         """Return the manifest's rows; none if there is no manifest. Raises `StorageError`."""
         if not exists(self._files, self.paths.manifest):
-            return Rows((), (), {})
+            return ManifestRows((), (), {})
         with self._manifest() as manifest:
             if not manifest.has_rows:
-                return Rows((), (), {})
+                return ManifestRows((), (), {})
             records, edited = manifest.load()
-            return Rows(tuple(records), tuple(edited), manifest.fingerprints())
+            return ManifestRows(tuple(records), tuple(edited), manifest.fingerprints())
 
     def find(self, prefix: str) -> BlockRecord:
         """Return the one block whose hash begins with `prefix` (hexadecimal). Raises `NotFound`."""
@@ -133,7 +133,7 @@ class OfflineStore:
             raise self._unusable(error) from error
         return items, scan.file_count
 
-    def verify(self, records: Sequence[BlockRecord]) -> Iterator[Verdict]:
+    def verify(self, records: Sequence[BlockRecord]) -> Iterator[BlockVerdict]:
         """Read and hash blocks one by one. Raises `StorageError`."""
         if not records:
             return  # there may be no manifest after an interrupted purge
@@ -143,9 +143,9 @@ class OfflineStore:
                     file = verify_block(self._files, self._path(record), cipher=self._cipher)
                     manifest.check(record, file)
                 except BlockFileError as error:
-                    yield Verdict(record, error.damage, str(error))
+                    yield BlockVerdict(record, error.damage, str(error))
                 else:
-                    yield Verdict(record, None, "")
+                    yield BlockVerdict(record, None, "")
 
     def purge(
         self,
@@ -192,7 +192,7 @@ class OfflineStore:
                 raise
             # An unreadable manifest may contain token ids; everything it says is in the files too.
             self._drop_manifest()
-            rows = Rows((), (), {})
+            rows = ManifestRows((), (), {})
         chosen = [record for record in rows.records if choose(record)]
         if exists(self._files, self.paths.manifest):
             with contextlib.closing(Manifest.open(self.paths.manifest)) as manifest:

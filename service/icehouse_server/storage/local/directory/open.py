@@ -14,7 +14,7 @@ from icehouse_server.storage.disk_error import DiskErrorKind, LaterManifest, cla
 from icehouse_server.storage.files import Files, remove, size_at
 from icehouse_server.storage.local.directory.lock import check_trust, take_mark
 from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest
-from icehouse_server.storage.local.directory.reconcile import Finding, Scan
+from icehouse_server.storage.local.directory.reconcile import ReconcileFinding, Scan
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
 from icehouse_server.storage.storage_settings import CODE_DETAIL
 from icehouse_server.storage.store_paths import StorePaths, parse_block_name
@@ -78,13 +78,15 @@ def open_store(paths: StorePaths, *, files: Files, clock: Clock, cipher: Cipher 
         manifest_rebuilt=is_rebuilt,
         row_count=len(rows) + len(edited),
         file_count=scan.file_count,
-        partial_deleted_count=counts[Finding.PARTIAL],
-        adopted_count=counts[Finding.ADOPTABLE] + counts[Finding.REPLACED] + counts[Finding.EDITED_ROW],
-        quarantined_count=counts[Finding.INVALID] + counts[Finding.DIFFERS],
-        row_deleted_count=counts[Finding.MISSING],
-        other_layout_deleted_count=counts[Finding.OTHER_ABI],
-        unknown_file_count=counts[Finding.UNKNOWN],
-        restamped_count=counts[Finding.RESTAMPED],
+        partial_deleted_count=counts[ReconcileFinding.PARTIAL],
+        adopted_count=counts[ReconcileFinding.ADOPTABLE]
+        + counts[ReconcileFinding.REPLACED]
+        + counts[ReconcileFinding.EDITED_ROW],
+        quarantined_count=counts[ReconcileFinding.INVALID] + counts[ReconcileFinding.DIFFERS],
+        row_deleted_count=counts[ReconcileFinding.MISSING],
+        other_layout_deleted_count=counts[ReconcileFinding.OTHER_ABI],
+        unknown_file_count=counts[ReconcileFinding.UNKNOWN],
+        restamped_count=counts[ReconcileFinding.RESTAMPED],
         unencrypted_block_count=sum(
             cipher is not None and KEY_DETAIL not in known[record.fingerprint] for record in records
         ),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from operator import attrgetter
 
-from icehouse_server.domain.blocks import LAYOUT_ABI, Damage
+from icehouse_server.domain.blocks import LAYOUT_ABI, BlockDamage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import FileInfo, Files, opened
@@ -29,7 +29,7 @@ _BATCH_COUNT = 512
 """Discrepancies repaired in one transaction; bounds the memory when all files are adopted."""
 
 
-class Finding(enum.StrEnum):
+class ReconcileFinding(enum.StrEnum):
     """One kind of disagreement; each docstring below names its repair."""
 
     PARTIAL = "partial file"
@@ -54,15 +54,23 @@ class Finding(enum.StrEnum):
     """Store the new time and inode."""
 
 
-_ROW_GOES = (Finding.DIFFERS, Finding.EDITED_ROW, Finding.MISSING, Finding.OTHER_ABI)
-_OF_EDITED_ROW = {Finding.ADOPTABLE: Finding.EDITED_ROW, Finding.INVALID: Finding.DIFFERS}
+_ROW_GOES = (
+    ReconcileFinding.DIFFERS,
+    ReconcileFinding.EDITED_ROW,
+    ReconcileFinding.MISSING,
+    ReconcileFinding.OTHER_ABI,
+)
+_OF_EDITED_ROW = {
+    ReconcileFinding.ADOPTABLE: ReconcileFinding.EDITED_ROW,
+    ReconcileFinding.INVALID: ReconcileFinding.DIFFERS,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Discrepancy:
     """One finding, with the data for its repair."""
 
-    finding: Finding
+    finding: ReconcileFinding
     path: str
     size_bytes: int = 0
     hash: BlockHash | None = None
@@ -97,7 +105,7 @@ class Scan:
     ) -> None:
         """`edited` are the rows that are not as they were written."""
         self.sound: list[BlockRecord] = []
-        self.counts: Counter[Finding] = Counter()
+        self.counts: Counter[ReconcileFinding] = Counter()
         self.file_count = 0
         self.unknown_bytes = 0
         self._rows = rows
@@ -116,7 +124,7 @@ class Scan:
             for name, row in by_name.items():
                 path, info = f"{folder}/{name}", infos.get(name)
                 if info is None:
-                    yield row, Discrepancy(Finding.MISSING, path, hash=row.hash)
+                    yield row, Discrepancy(ReconcileFinding.MISSING, path, hash=row.hash)
                 elif not row.is_stamped(info):
                     yield row, self._examine(path, info, row)
 
@@ -129,7 +137,7 @@ class Scan:
         items = iter(self)
         while batch := list(islice(items, _BATCH_COUNT)):
             self.counts.update(item.finding for item in batch)
-            self.unknown_bytes += sum(i.size_bytes for i in batch if i.finding is Finding.UNKNOWN)
+            self.unknown_bytes += sum(i.size_bytes for i in batch if i.finding is ReconcileFinding.UNKNOWN)
             usable.extend(self.repair(batch, manifest))
         return self.sound + usable
 
@@ -137,9 +145,9 @@ class Scan:
         """Repair each finding; return the records that are usable afterwards."""
         manifest.delete([item.hash for item in items if item.hash is not None and item.finding in _ROW_GOES])
         for item in items:
-            if item.finding in (Finding.PARTIAL, Finding.OTHER_ABI):
+            if item.finding in (ReconcileFinding.PARTIAL, ReconcileFinding.OTHER_ABI):
                 self._files.unlink(item.path)
-            elif item.finding in (Finding.INVALID, Finding.DIFFERS):
+            elif item.finding in (ReconcileFinding.INVALID, ReconcileFinding.DIFFERS):
                 assert item.hash is not None, f"{item.path} cannot be quarantined without a hash"
                 self._files.rename(item.path, self._paths.quarantined(item.hash))
         usable = [(item.record, item.file) for item in items if item.record and item.file]
@@ -161,11 +169,11 @@ class Scan:
             if folder.is_directory and is_folder_name(folder.name):
                 yield from self._scan_folder(path, rows)
             else:
-                yield Discrepancy(Finding.UNKNOWN, path, folder.size_bytes)
+                yield Discrepancy(ReconcileFinding.UNKNOWN, path, folder.size_bytes)
         for path, row in rows.items():
-            yield Discrepancy(Finding.MISSING, path, hash=row.hash)
+            yield Discrepancy(ReconcileFinding.MISSING, path, hash=row.hash)
         for block_hash in self._edited:
-            yield Discrepancy(Finding.MISSING, "", hash=block_hash)
+            yield Discrepancy(ReconcileFinding.MISSING, "", hash=block_hash)
         self._progress(self.file_count)
 
     def _scan_folder(self, folder_path: str, rows: dict[str, BlockRecord]) -> Iterator[Discrepancy]:
@@ -178,7 +186,7 @@ class Scan:
             if self.file_count % 1000 == 0:
                 self._progress(self.file_count)
             if row is not None and row.layout_abi != LAYOUT_ABI:
-                yield Discrepancy(Finding.OTHER_ABI, path, info.size_bytes, row.hash)
+                yield Discrepancy(ReconcileFinding.OTHER_ABI, path, info.size_bytes, row.hash)
             elif row is not None and row.is_stamped(info):
                 self.sound.append(row)
             else:
@@ -192,25 +200,25 @@ class Scan:
     def _examine(self, path: str, info: FileInfo, row: BlockRecord | None) -> Discrepancy:
         """Look into a file that does not obviously match a row."""
         if not info.is_directory and is_partial_name(info.name):
-            return Discrepancy(Finding.PARTIAL, path, info.size_bytes)
+            return Discrepancy(ReconcileFinding.PARTIAL, path, info.size_bytes)
         name_hash = None if info.is_directory else parse_block_name(info.name)
         if name_hash is None:
-            return Discrepancy(Finding.UNKNOWN, path, info.size_bytes)
+            return Discrepancy(ReconcileFinding.UNKNOWN, path, info.size_bytes)
         try:
             file = self._read(path)
         except BlockFileError as error:
-            finding = Finding.INVALID if row is None else Finding.DIFFERS
-            finding = Finding.OTHER_ABI if error.damage is Damage.OTHER_ABI else finding
+            finding = ReconcileFinding.INVALID if row is None else ReconcileFinding.DIFFERS
+            finding = ReconcileFinding.OTHER_ABI if error.damage is BlockDamage.OTHER_ABI else finding
             return Discrepancy(finding, path, info.size_bytes, name_hash, str(error))
         used_time = min(info.mtime_ns / 1e9, self._now_time)
         fresh = record_of(file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=used_time)
         if row is None:
-            finding = Finding.ADOPTABLE
+            finding = ReconcileFinding.ADOPTABLE
         else:
             fresh = fresh.with_history_of(row)
             is_same = row._replace(mtime_ns=info.mtime_ns, inode=info.inode) == fresh
             # After a crash between naming a richer file and writing its row, the row is of the earlier file.
-            finding = Finding.RESTAMPED if is_same else Finding.REPLACED
+            finding = ReconcileFinding.RESTAMPED if is_same else ReconcileFinding.REPLACED
         return Discrepancy(finding, path, info.size_bytes, name_hash, "", fresh, file)
 
     def _read(self, path: str) -> BlockFile:
@@ -225,7 +233,7 @@ class Scan:
         except OSError as error:
             if is_shortage(error):
                 raise
-            raise BlockFileError(Damage.IO, f"it cannot be read: {error}") from error
+            raise BlockFileError(BlockDamage.IO, f"it cannot be read: {error}") from error
         if path != self._paths.block(file.outline.fingerprint, file.outline.hash):
-            raise BlockFileError(Damage.MISMATCH, "it holds another block than its name says")
+            raise BlockFileError(BlockDamage.MISMATCH, "it holds another block than its name says")
         return file

@@ -19,7 +19,7 @@ _QUARANTINE_LIMIT_COUNT = 64
 """Damaged files that are retained; one more replaces the oldest."""
 
 
-class Reclaim(enum.Enum):
+class SpaceReclaim(enum.Enum):
     """The outcome of an attempt to free space."""
 
     READY = enum.auto()
@@ -34,7 +34,7 @@ def day_of(now_time: float) -> int:
     return int(now_time // SECONDS_PER_DAY)
 
 
-class Extras:
+class ExtraFiles:
     """Files beside the blocks whose bytes count: those that could not be removed and are retried, damaged
     ones that are retained for a person while there is space, and foreign ones."""
 
@@ -98,7 +98,7 @@ class Extras:
 class Space:
     """The bytes in the directory beside the blocks, and the limits on all of them."""
 
-    def __init__(self, settings: StorageSettings, extras: Extras) -> None:
+    def __init__(self, settings: StorageSettings, extras: ExtraFiles) -> None:
         self._settings = settings
         self._extras = extras
         self.manifest_bytes = 0
@@ -139,7 +139,7 @@ BALLAST_BYTES = 512 << 10
 """Enough for the pages that deleting a batch of rows adds to the manifest's log."""
 
 
-class Ballast:
+class BallastFile:
     """A file that exists to be removed: on a full disk, the space it frees is used to delete rows.
 
     It counts as part of what the size limit reserves for the manifest's log.

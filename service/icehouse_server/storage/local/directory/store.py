@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.domain.cache_stats import (
     IntegrityStats,
     PromoteStats,
@@ -33,7 +33,7 @@ from icehouse_server.domain.cache_stats import (
 )
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, pin_end_time
-from icehouse_server.storage.api import Failure, LearnedRates
+from icehouse_server.storage.api import LearnedRates, StorageFailure
 from icehouse_server.storage.files import Files, exists, size_at
 from icehouse_server.storage.local.block_format.block_file import PreparedBlock, write_block
 from icehouse_server.storage.local.block_format.header import BlockFile
@@ -46,13 +46,13 @@ from icehouse_server.storage.local.directory.manifest import (
     record_of,
 )
 from icehouse_server.storage.local.directory.open import changed_code, open_store
-from icehouse_server.storage.local.directory.reconcile import Finding, Scan
+from icehouse_server.storage.local.directory.reconcile import ReconcileFinding, Scan
 from icehouse_server.storage.local.directory.space import (
     BALLAST_BYTES,
-    Ballast,
-    Extras,
-    Reclaim,
+    BallastFile,
+    ExtraFiles,
     Space,
+    SpaceReclaim,
     day_of,
 )
 from icehouse_server.storage.local.encryption.constants import Cipher
@@ -127,9 +127,9 @@ class BlockStore:
         self._nobodys_counts = ModelCounts()
         self.syncs: Executor | None = None
         """Makes files durable in parallel to the storage thread; None: the storage thread does it itself."""
-        self.extras = Extras(files, self.paths)
+        self.extras = ExtraFiles(files, self.paths)
         self.space = Space(settings, self.extras)
-        self.ballast = Ballast(files, self.paths.ballast)
+        self.ballast = BallastFile(files, self.paths.ballast)
         self._manifest: Manifest | None = None
         self._lock: int | None = None
         self._uses: dict[BlockHash, tuple[float, int]] = {}
@@ -317,15 +317,15 @@ class BlockStore:
         """Return whether `size_bytes` more may be written without evicting anything."""
         return self._shortage_bytes(size_bytes) == 0
 
-    def make_space(self, size_bytes: int) -> Reclaim:
+    def make_space(self, size_bytes: int) -> SpaceReclaim:
         """Evict a few blocks if `size_bytes` more would exceed the limit or violate the free-space floor."""
         shortage_bytes = self._shortage_bytes(size_bytes)
-        return self.reclaim(shortage_bytes) if shortage_bytes else Reclaim.READY
+        return self.reclaim(shortage_bytes) if shortage_bytes else SpaceReclaim.READY
 
-    def reclaim(self, size_bytes: int) -> Reclaim:
+    def reclaim(self, size_bytes: int) -> SpaceReclaim:
         """Remove one retained file, or a batch of least recently used blocks, up to `size_bytes`."""
         if self.extras.reclaim():
-            return Reclaim.PROGRESS
+            return SpaceReclaim.PROGRESS
         self.index.end_pins(self.clock.wall())
         victims: list[BlockRecord] = []
         freed_bytes = 0
@@ -338,7 +338,7 @@ class BlockStore:
             victims.append(victim)
             freed_bytes += victim.file_bytes
         if not victims:
-            return Reclaim.FULL
+            return SpaceReclaim.FULL
         try:
             self.remove(victims)
         except sqlite3.Error:
@@ -349,7 +349,7 @@ class BlockStore:
             tier = self.counts_of(victim).tier
             tier.evicted_block_total += 1
             tier.evicted_byte_total += victim.file_bytes
-        return Reclaim.PROGRESS
+        return SpaceReclaim.PROGRESS
 
     def remove(self, records: Sequence[BlockRecord]) -> None:
         """Remove blocks, pinned or not, rows first. Raises `sqlite3.Error`."""
@@ -380,13 +380,13 @@ class BlockStore:
             self.index.remove(record.hash)
             self._gone[record.fingerprint].append(record.hash)
 
-    def retire(self, failure: Failure) -> None:
+    def retire(self, failure: StorageFailure) -> None:
         """Remove from the store a block that could not be used, unless it was replaced since it was read.
         Raises `OSError` or `sqlite3.Error`."""
         record = None if failure.hash is None else self.index.get(failure.hash)
-        if record is None or failure.cause is Damage.MEMORY:
+        if record is None or failure.cause is BlockDamage.MEMORY:
             return
-        if failure.cause is Damage.MISSING:
+        if failure.cause is BlockDamage.MISSING:
             if not exists(self.files, self.paths.block(record.fingerprint, record.hash)):
                 self.forget([record])
         elif failure.header_checksum in (None, record.header_checksum):
@@ -401,7 +401,7 @@ class BlockStore:
         differing = []
         for record, item in scan.examine_rows():
             differing.append(record.hash)
-            if item.finding is Finding.MISSING:
+            if item.finding is ReconcileFinding.MISSING:
                 self.forget([record])
             elif item.record is not None:
                 scan.repair([item], self.manifest)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from icehouse_server.domain import blocks
 from icehouse_server.domain.blocks import RegionKind, image_keys
 from icehouse_server.domain.ids import BlockHash, ImageDigest
-from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, unread_nodes
+from icehouse_server.engine.prefix_cache.tiers.matching import LookupPrompt, known_chain, unread_nodes
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 
@@ -101,7 +101,7 @@ def test_a_stored_block_of_unknown_tokens_is_found_by_its_hash_alone() -> None:
     # Whether it begins like this prompt is not known before its header was read.
     fork = [*LONG[: 2 * SIZE + 1], 7, 7, 7]
     assert shelf.matched(fork) == 2 * SIZE
-    prompt = Prompt(tuple(fork), ROOT)
+    prompt = LookupPrompt(tuple(fork), ROOT)
     (unread,) = unread_nodes(shelf.tree, prompt)
     assert unread.start_token_index == 2 * SIZE
     shelf.tree.learn_keys(unread, tuple(LONG[2 * SIZE : 3 * SIZE]))
@@ -171,8 +171,8 @@ def test_known_chain_names_whole_blocks_in_order() -> None:
     shelf = Shelf()
     nodes = shelf.chain(LONG[: 2 * SIZE + 2], ram=True)
     shelf.chain([*LONG[:SIZE], 7, 7, 7, 7], ram=True)
-    assert known_chain(shelf.tree, Prompt(tuple(LONG), ROOT)) == nodes
-    assert known_chain(shelf.tree, Prompt(tuple(LONG[: 2 * SIZE + 1]), ROOT)) == nodes[:2]
+    assert known_chain(shelf.tree, LookupPrompt(tuple(LONG), ROOT)) == nodes
+    assert known_chain(shelf.tree, LookupPrompt(tuple(LONG[: 2 * SIZE + 1]), ROOT)) == nodes[:2]
 
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=4 * SIZE)
@@ -338,7 +338,7 @@ def test_a_million_blocks_cost_a_lookup_what_a_thousand_do(count: int, hashed: l
     assert len(shelf.tree) > 0.9 * count
     hashed.clear()
     assert shelf.matched([*LONG[:SIZE], 2, 0, 1, 9]) == SIZE + 3
-    assert len(known_chain(shelf.tree, Prompt((*LONG[:SIZE], 2, 0, 1), ROOT))) >= 2
+    assert len(known_chain(shelf.tree, LookupPrompt((*LONG[:SIZE], 2, 0, 1), ROOT))) >= 2
     assert len(hashed) <= 3 * (1 + SIZE)
 
 

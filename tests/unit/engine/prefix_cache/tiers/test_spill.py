@@ -14,7 +14,7 @@ from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
-from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Outcome, Persisted, Ticket
+from icehouse_server.storage.api import OVERHEAD_BYTES, BlockPersisted, Outcome, StorageFailure, Ticket
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.known_blocks import FINGERPRINT, SIZE, Shelf, record_of
@@ -29,7 +29,7 @@ TOKEN_BYTES = 4
 class Bench:
     shelf: Shelf
     tier: MemoryTier
-    ended: list[Persisted | Failure]
+    ended: list[BlockPersisted | StorageFailure]
     runner: TokenRunner
     spills: Spills
     ram: RamTier
@@ -53,7 +53,7 @@ def bench(
 ) -> Bench:
     shelf = Shelf(spill_policy=policy, min_prefix_token_count=min_prefix, ram_limit_bytes=ram_limit_bytes)
     runner = TokenRunner(CacheFacts())
-    ended: list[Persisted | Failure] = []
+    ended: list[BlockPersisted | StorageFailure] = []
 
     def post(posted: Outcome) -> None:
         if isinstance(posted, Ticket):
@@ -92,7 +92,7 @@ def test_a_block_is_sent_once() -> None:
     assert made.spills.under_way_count == 0
     assert not made.spills.wants(node) and not made.spills.send(node, request_id=None), "it is there"
     (block,) = made.tier.kept.values()
-    assert made.ended == [Persisted(block, None, 1.0, 0.5)]
+    assert made.ended == [BlockPersisted(block, None, 1.0, 0.5)]
     assert block.header.token_ids == node.token_ids and block.header.fingerprint == FINGERPRINT
     assert made.spills.drop_totals.total() == 0
 

@@ -23,7 +23,7 @@ from icehouse_server.engine.prefix_cache.tiers.write_behind import (
     WriteBehind,
 )
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
-from icehouse_server.storage.api import Failure, Outcome, Persisted, Ticket, WriteBudget
+from icehouse_server.storage.api import BlockPersisted, Outcome, StorageFailure, Ticket, WriteBudget
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.known_blocks import SIZE, Shelf, record_of
@@ -77,9 +77,9 @@ class House:
         if isinstance(posted, Ticket):
             self._waits.complete(posted)
 
-    def _ended(self, node: Node, outcome: Persisted | Failure) -> None:
+    def _ended(self, node: Node, outcome: BlockPersisted | StorageFailure) -> None:
         self.behind.note_end(node, outcome)
-        if isinstance(outcome, Persisted):
+        if isinstance(outcome, BlockPersisted):
             self.tree.store(record_of(node, RegionKind.KV, pin_end_time=node.pin_end_time))
         self.ram.end_spill(node, is_pinned_on_ssd=node.is_pinned)
 

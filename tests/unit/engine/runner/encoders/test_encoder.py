@@ -15,7 +15,7 @@ from icehouse_server.domain.model import ModelKind
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.encoders import encoder
 from icehouse_server.engine.runner.encoders.encoder import Encoder, encoder_classes
-from icehouse_server.engine.runner.encoders.recipe import Gather, Recipe
+from icehouse_server.engine.runner.encoders.recipe import Gather, VectorRecipe
 from icehouse_server.engine.runner.model_loader import ModelSource
 from icehouse_server.errors import ModelError
 from mlx_lm.utils import load_model
@@ -247,5 +247,5 @@ def test_a_text_is_as_long_as_asked_or_trained_and_never_more_than_there_are_pos
     tmp_path: Path, wanted: int | None, limit: int
 ) -> None:
     model = load(tiny_encoder_dir(tmp_path, "bert"))
-    model._recipe = Recipe(gather=Gather.MEAN, token_limit=600)
+    model._recipe = VectorRecipe(gather=Gather.MEAN, token_limit=600)
     assert model.context_token_limit(wanted) == limit

@@ -18,7 +18,7 @@ import mlx_lm.utils
 import pytest
 from icehouse_server.engine.runner.identity import kv_code as tested
 from icehouse_server.engine.runner.identity.kv_code import KvCode, adapter_code_digest, kv_code
-from icehouse_server.engine.runner.identity.source import Stamp, find_spec
+from icehouse_server.engine.runner.identity.source import FileStamp, find_spec
 from icehouse_server.errors import ModelError, Reason
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
@@ -263,7 +263,7 @@ def test_a_file_that_changed_since_it_was_imported_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = tested._EARLY["mlx_lm.models.cache"]
-    assert isinstance(known, Stamp), "this process runs mlx-lm"
+    assert isinstance(known, FileStamp), "this process runs mlx-lm"
     kv_code(tmp_path, LLAMA, has_adapter=False)
     older = dataclasses.replace(known, mtime_ns=known.mtime_ns - 1)
     monkeypatch.setattr(tested, "_EARLY", {**tested._EARLY, "mlx_lm.models.cache": older})

@@ -13,8 +13,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.domain.blocks import (
+    BlockDamage,
     BlockHeader,
-    Damage,
     HostBlock,
     HostRegion,
     HostTensor,
@@ -159,7 +159,7 @@ def test_every_truncation_and_growth_is_seen(tmp_path):
         path.write_bytes(text[:size_bytes])
         with pytest.raises(BlockFileError) as caught:
             verify_block(FILES, str(path))
-        assert caught.value.damage in (Damage.TRUNCATED, Damage.HEADER)
+        assert caught.value.damage in (BlockDamage.TRUNCATED, BlockDamage.HEADER)
     path.write_bytes(text + b"\0")
     with pytest.raises(BlockFileError):
         verify_block(FILES, str(path))
@@ -213,7 +213,7 @@ def kv_end(entries: dict) -> int:
 def test_a_lie_with_a_right_checksum_is_refused(name):
     with pytest.raises(BlockFileError) as caught:
         parse_lie(LIES[name])
-    assert caught.value.damage in (Damage.HEADER, Damage.TRUNCATED)
+    assert caught.value.damage in (BlockDamage.HEADER, BlockDamage.TRUNCATED)
 
 
 JSON = st.recursive(
@@ -234,13 +234,13 @@ def test_no_lie_with_a_right_checksum_breaks_the_parser(data):
     try:
         parse_lie(lie)
     except BlockFileError as error:
-        assert error.damage in (Damage.HEADER, Damage.TRUNCATED, Damage.OTHER_ABI)
+        assert error.damage in (BlockDamage.HEADER, BlockDamage.TRUNCATED, BlockDamage.OTHER_ABI)
 
 
 def test_another_abi_is_not_called_damage():
     with pytest.raises(BlockFileError) as caught:
         parse_lie(lambda meta, entries: meta.update(layout_abi="3", regions="unreadable"))
-    assert caught.value.damage is Damage.OTHER_ABI
+    assert caught.value.damage is BlockDamage.OTHER_ABI
 
 
 def parse_lie(lie) -> BlockFile:

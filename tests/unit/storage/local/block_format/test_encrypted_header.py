@@ -10,7 +10,7 @@ import pytest
 import safetensors
 import xxhash
 from icehouse_server.domain.blocks import (
-    Damage,
+    BlockDamage,
     HostBlock,
     RegionKind,
     pack_tokens,
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "block"
 
 
-def damage_of(path: Path, cipher: Cipher | None = CIPHER) -> Damage:
+def damage_of(path: Path, cipher: Cipher | None = CIPHER) -> BlockDamage:
     with pytest.raises(BlockFileError) as caught:
         verify_block(FILES, str(path), cipher=cipher)
     return caught.value.damage
@@ -114,7 +114,7 @@ def test_a_forged_byte_with_a_right_checksum_is_seen(path: Path) -> None:
     for region in regions:
         path.write_bytes(text)
         forge(path, flip_at=region.offset - regions[0].offset + region.size_bytes // 2)
-        assert damage_of(path) is Damage.AUTH_TAG
+        assert damage_of(path) is BlockDamage.AUTH_TAG
         assert verify_block(FILES, str(path), cipher=None).header is None, "its checksums fit"
 
 
@@ -136,7 +136,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_forged_header_with_a_right_checksum_is_seen(path: Path, lie: str) -> None:
     forge(path, metadata=LIES[lie])
-    assert damage_of(path) is Damage.AUTH_TAG
+    assert damage_of(path) is BlockDamage.AUTH_TAG
 
 
 def test_a_forger_who_changes_nothing_is_believed(path: Path) -> None:
@@ -160,12 +160,12 @@ CRUDE = {
 @pytest.mark.parametrize("lie", CRUDE)
 def test_a_header_that_cannot_be_is_refused_by_everybody(path: Path, lie: str, cipher: Cipher | None) -> None:
     forge(path, metadata=CRUDE[lie])
-    assert damage_of(path, cipher) in (Damage.HEADER, Damage.TRUNCATED)
+    assert damage_of(path, cipher) in (BlockDamage.HEADER, BlockDamage.TRUNCATED)
 
 
 def test_another_abi_is_not_called_damage(path: Path) -> None:
     forge(path, metadata=lambda facts: facts.update(layout_abi="3", regions="unreadable"))
-    assert damage_of(path) is Damage.OTHER_ABI
+    assert damage_of(path) is BlockDamage.OTHER_ABI
 
 
 def test_a_write_that_is_tried_again_takes_a_new_salt(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_bytes_made_to_fit_the_checksum_fail_by_their_tag(path: Path) -> None:
     assert file.cipher is not None
     head, _ = encode_head(BLOCK.header, regions, file.cipher)
     path.write_bytes(head + text[region.offset :])
-    assert damage_of(path) is Damage.AUTH_TAG
+    assert damage_of(path) is BlockDamage.AUTH_TAG
 
 
 def test_every_part_is_bound_to_the_public_facts() -> None:

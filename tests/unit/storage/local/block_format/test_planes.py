@@ -12,7 +12,7 @@ import pytest
 import safetensors
 import zstandard
 from icehouse_server.domain.blocks import (
-    Damage,
+    BlockDamage,
     HostBlock,
     HostRegion,
     HostTensor,
@@ -66,7 +66,7 @@ def block_of(*tensors: HostTensor) -> HostBlock:
     return dataclasses.replace(make_block(), regions=(HostRegion(RegionKind.KV, tensors),))
 
 
-def damage_of(path, *, cipher=None) -> Damage:
+def damage_of(path, *, cipher=None) -> BlockDamage:
     with pytest.raises(BlockFileError) as caught:
         verify_block(FILES, str(path), cipher=cipher)
     return caught.value.damage
@@ -200,7 +200,7 @@ def test_the_checksum_is_of_the_tensors(tmp_path):
         facts["regions"] = json.dumps(regions)
 
     forge(tmp_path / "b", metadata=lie)
-    assert damage_of(tmp_path / "b") is Damage.CHECKSUM
+    assert damage_of(tmp_path / "b") is BlockDamage.CHECKSUM
 
 
 @pytest.mark.parametrize("key", ["stored_bytes", "size_bytes", "tensors_xxh3"])
@@ -218,13 +218,13 @@ def test_lies_about_planes_are_damage(tmp_path, key, value):
         facts["regions"] = json.dumps(regions)
 
     forge(tmp_path / "b", metadata=lie)
-    assert damage_of(tmp_path / "b") in (Damage.HEADER, Damage.TRUNCATED, Damage.CHECKSUM)
+    assert damage_of(tmp_path / "b") in (BlockDamage.HEADER, BlockDamage.TRUNCATED, BlockDamage.CHECKSUM)
 
 
 def test_planes_without_their_tensors_are_damage(tmp_path):
     write(make_block(has_values=True, **SMALL), tmp_path / "b")
     forge(tmp_path / "b", metadata=lambda facts: facts.pop("tensors"))
-    assert damage_of(tmp_path / "b") is Damage.HEADER
+    assert damage_of(tmp_path / "b") is BlockDamage.HEADER
 
 
 def test_a_file_cannot_ask_for_much_more_memory_than_it_has_bytes(tmp_path):
@@ -243,7 +243,7 @@ def test_a_file_cannot_ask_for_much_more_memory_than_it_has_bytes(tmp_path):
     forge(tmp_path / "b", metadata=lie)
     with pytest.raises(BlockFileError, match="cannot be so much") as caught:
         verify_block(FILES, str(tmp_path / "b"))
-    assert caught.value.damage is Damage.HEADER
+    assert caught.value.damage is BlockDamage.HEADER
     assert file.regions[0].size_bytes <= RATIO_LIMIT * file.regions[0].stored_bytes
 
 
@@ -300,7 +300,7 @@ def test_without_the_key_the_stored_bytes_are_checked(tmp_path: Path):
     text = bytearray((tmp_path / "b").read_bytes())
     text[-1] ^= 1
     (tmp_path / "b").write_bytes(text)
-    assert damage_of(tmp_path / "b") is Damage.CHECKSUM
+    assert damage_of(tmp_path / "b") is BlockDamage.CHECKSUM
 
 
 def test_an_archive_with_planes_is_read_over_the_wire_too(tmp_path):

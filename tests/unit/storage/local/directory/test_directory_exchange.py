@@ -13,11 +13,11 @@ from icehouse_server.errors import NotFound, StartError, StorageError
 from icehouse_server.storage.archive import ArchiveHeader, ArchiveWriter, BlockEntry
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.directory_exchange import (
+    BlockRefusal,
     ExportReport,
     ExportSource,
     ImportReport,
     ImportTarget,
-    Refusal,
 )
 from icehouse_server.storage.local.directory.offline import OfflineStore
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, encrypted_fingerprint
@@ -187,7 +187,7 @@ def test_a_forged_block_with_right_checksums_is_refused_with_those_behind_it(
     changed[-1] ^= 1
     data = {"another block": parts[8], "nonsense": b"\xff" * 100, "a changed byte": bytes(changed)}[what]
     report = adopt(tmp_path / "b", forged(parts, data=data))
-    assert report.refused == {Refusal.DAMAGED: 1, Refusal.PARENT_MISSING: 1}
+    assert report.refused == {BlockRefusal.DAMAGED: 1, BlockRefusal.PARENT_MISSING: 1}
     assert report.stop_detail == "" and not partials(tmp_path / "b")
     assert hashes(tmp_path / "b") == names(CHAIN[:1])
 
@@ -197,8 +197,8 @@ def test_the_size_limit_holds(tmp_path: Path) -> None:
     parts, exported = export(tmp_path / "a")
     limit_bytes = (5 << 20) + exported.size_bytes // 2
     report = adopt(tmp_path / "b", parts, limit_bytes=(4 << 20))
-    assert report.adopted_count == 0 and report.refused[Refusal.SSD_FULL] == 1
-    assert report.refused[Refusal.PARENT_MISSING] == 2
+    assert report.adopted_count == 0 and report.refused[BlockRefusal.SSD_FULL] == 1
+    assert report.refused[BlockRefusal.PARENT_MISSING] == 2
     assert adopt(tmp_path / "c", parts, limit_bytes=limit_bytes).adopted_count == 3
 
 

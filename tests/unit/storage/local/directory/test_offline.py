@@ -14,7 +14,7 @@ from icehouse_server.errors import StorageError
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory import data_keys
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
-from icehouse_server.storage.local.directory.reconcile import Finding
+from icehouse_server.storage.local.directory.reconcile import ReconcileFinding
 from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import make_chain
@@ -192,7 +192,7 @@ def test_a_manifest_whose_making_was_cut_short_has_no_rows(directory: Path) -> N
     make_the_manifest_half(StorePaths(str(directory)))
     assert offline(directory).rows().records == ()
     found, _ = offline(directory).check(progress=lambda count: None)
-    assert [item.finding for item in found] == [Finding.ADOPTABLE] * 3
+    assert [item.finding for item in found] == [ReconcileFinding.ADOPTABLE] * 3
 
 
 def test_a_directory_without_a_manifest_has_nothing_to_verify(directory: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import prepare_block, write_block
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
-from icehouse_server.storage.local.directory.reconcile import Finding
+from icehouse_server.storage.local.directory.reconcile import ReconcileFinding
 from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block, make_chain
@@ -42,7 +42,7 @@ class Place:
         connection.commit()
         connection.close()
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[ReconcileFinding]:
         store = OfflineStore(str(self.directory), files=Files(), clock=ManualClock())
         return [item.finding for item in store.check(progress=lambda _: None)[0]]
 
@@ -69,14 +69,14 @@ def test_nothing_to_do(place):
 def test_partial_is_deleted(place):
     with open(place.path(0) + ".partial", "wb") as file:
         file.write(b"half")
-    assert place.findings() == [Finding.PARTIAL]
+    assert place.findings() == [ReconcileFinding.PARTIAL]
     report, known = place.reopen()
     assert (report.partial_deleted_count, report.clean, known) == (1, False, [True] * 3)
 
 
 def test_valid_file_without_row_is_adopted(place):
     place.sql("DELETE FROM blocks WHERE hash = ?", place.chain[1].header.hash)
-    assert place.findings() == [Finding.ADOPTABLE]
+    assert place.findings() == [ReconcileFinding.ADOPTABLE]
     report, known = place.reopen()
     assert (report.adopted_count, known) == (1, [True] * 3)
 
@@ -84,7 +84,7 @@ def test_valid_file_without_row_is_adopted(place):
 def test_invalid_file_without_row_is_quarantined(place):
     place.sql("DELETE FROM blocks WHERE hash = ?", place.chain[1].header.hash)
     os.truncate(place.path(1), 99)
-    assert place.findings() == [Finding.INVALID]
+    assert place.findings() == [ReconcileFinding.INVALID]
     report, known = place.reopen()
     assert (report.quarantined_count, known) == (1, [True, False, True])
     assert os.path.exists(place.paths.quarantined(place.chain[1].header.hash))
@@ -92,7 +92,7 @@ def test_invalid_file_without_row_is_quarantined(place):
 
 def test_row_without_file_is_deleted(place):
     os.unlink(place.path(2))
-    assert place.findings() == [Finding.MISSING]
+    assert place.findings() == [ReconcileFinding.MISSING]
     report, known = place.reopen()
     assert (report.row_deleted_count, known) == (1, [True, True, False])
 
@@ -100,7 +100,7 @@ def test_row_without_file_is_deleted(place):
 def test_file_of_another_size_is_quarantined(place):
     os.truncate(place.path(0), 99)
     os.unlink(place.paths.clean_mark)
-    assert place.findings() == [Finding.DIFFERS]
+    assert place.findings() == [ReconcileFinding.DIFFERS]
     report, known = place.reopen()
     assert (report.quarantined_count, known) == (1, [False, True, True])
 
@@ -109,7 +109,7 @@ def test_swapped_files_are_quarantined(place):
     os.rename(place.path(0), place.path(0) + ".x")
     os.rename(place.path(1), place.path(0))
     os.rename(place.path(0) + ".x", place.path(1))
-    assert place.findings() == [Finding.DIFFERS] * 2
+    assert place.findings() == [ReconcileFinding.DIFFERS] * 2
     report, known = place.reopen()
     assert (report.quarantined_count, known) == (2, [False, False, True])
 
@@ -121,7 +121,7 @@ def test_swapped_files_are_quarantined(place):
 def test_an_edited_row_is_seen_and_made_anew_from_its_file(place, column):
     value = {"parent": bytes(32), "header_xxh3": "00"}.get(column, 12)
     place.sql(f"UPDATE blocks SET {column} = ? WHERE hash = ?", value, place.chain[1].header.hash)
-    assert place.findings() == [Finding.EDITED_ROW]
+    assert place.findings() == [ReconcileFinding.EDITED_ROW]
     report, known = place.reopen()
     assert not report.clean
     assert (report.adopted_count, report.quarantined_count, known) == (1, 0, [True] * 3)
@@ -131,7 +131,7 @@ def test_an_edited_row_is_seen_and_made_anew_from_its_file(place, column):
 def test_a_damaged_file_of_an_edited_row_is_quarantined(place):
     place.sql("UPDATE blocks SET token_count = 12 WHERE hash = ?", place.chain[1].header.hash)
     os.truncate(place.path(1), 99)
-    assert place.findings() == [Finding.DIFFERS]
+    assert place.findings() == [ReconcileFinding.DIFFERS]
     report, known = place.reopen()
     assert (report.quarantined_count, known) == (1, [True, False, True])
     assert place.findings() == []
@@ -153,7 +153,7 @@ def another_version(monkeypatch) -> None:
 
 def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
     another_version(monkeypatch)
-    assert place.findings() == [Finding.OTHER_ABI] * 3
+    assert place.findings() == [ReconcileFinding.OTHER_ABI] * 3
     report, known = place.reopen()
     assert (report.other_layout_deleted_count, known) == (3, [False] * 3)
     assert os.listdir(place.paths.folder(FINGERPRINT)) == []
@@ -185,7 +185,7 @@ def test_strange_files_are_left_alone(place):
         with open(path, "w") as file:
             file.write("mine")
     os.mkdir(f"{place.paths.blocks}/folder")
-    assert place.findings() == [Finding.UNKNOWN] * 4
+    assert place.findings() == [ReconcileFinding.UNKNOWN] * 4
     with StorageThread(place.directory) as served:
         assert served.stats().last_reconcile.unknown_file_count == 4
         assert served.stats().disk.used_bytes >= 12
@@ -271,7 +271,7 @@ def test_whatever_becomes_of_the_manifest_no_block_is_lost(tmp_path_factory, dam
 def test_a_changed_time_alone_is_only_restamped(place):
     os.utime(place.path(1), ns=(1, 1))
     os.unlink(place.paths.clean_mark)
-    assert place.findings() == [Finding.RESTAMPED]
+    assert place.findings() == [ReconcileFinding.RESTAMPED]
     report, known = place.reopen()
     assert (report.restamped_count, report.repair_count, known) == (1, 0, [True] * 3)
 

@@ -7,16 +7,16 @@ import os
 import stat
 
 import pytest
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import BlockDamage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.pins import UNTIL_UNPINNED
-from icehouse_server.storage.api import Failure
+from icehouse_server.storage.api import StorageFailure
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import PreparedBlock, prepare_block, read_head
 from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.offline import OfflineStore
-from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Extras, Reclaim, Space
+from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, ExtraFiles, Space, SpaceReclaim
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -74,7 +74,7 @@ def test_tails_go_before_heads_and_pins_stay(tmp_path):
         put(store, prepare_block(block))
     store.pin([old[1].header.hash], UNTIL_UNPINNED)
     gone: list[BlockHash] = []
-    while store.reclaim(1) is Reclaim.PROGRESS:
+    while store.reclaim(1) is SpaceReclaim.PROGRESS:
         gone.extend(store.take_gone().get(FINGERPRINT, ()))
     assert gone == [old[2].header.hash, new[1].header.hash, new[0].header.hash]
     assert [record.hash for record in store.index] == [old[0].header.hash, old[1].header.hash]
@@ -87,9 +87,11 @@ def test_a_pin_that_has_ended_holds_nothing_back(tmp_path):
     for block in (head, tail):
         put(store, prepare_block(block))
     store.pin([tail.header.hash], clock.wall() + 10.0)
-    assert store.reclaim(1) is Reclaim.FULL
+    assert store.reclaim(1) is SpaceReclaim.FULL
     clock.advance(10.0)
-    assert store.reclaim(1) is Reclaim.PROGRESS and store.take_gone() == {FINGERPRINT: [tail.header.hash]}
+    assert store.reclaim(1) is SpaceReclaim.PROGRESS and store.take_gone() == {
+        FINGERPRINT: [tail.header.hash]
+    }
 
 
 def test_the_limit_is_never_passed(tmp_path):
@@ -97,9 +99,9 @@ def test_the_limit_is_never_passed(tmp_path):
     store = open_store(tmp_path, limit_bytes=(4 << 20) + 80_000 + 4 * size_bytes)
     for seed in range(20):
         prepared = prepare_block(make_block(seed=seed, head_count=64))
-        while (outcome := store.make_space(prepared.file_bytes)) is Reclaim.PROGRESS:
+        while (outcome := store.make_space(prepared.file_bytes)) is SpaceReclaim.PROGRESS:
             pass
-        assert outcome is Reclaim.READY
+        assert outcome is SpaceReclaim.READY
         put(store, prepared)
         on_disk = sum(os.stat(f"{f}/{n}").st_size for f, _, names in os.walk(store.paths.root) for n in names)
         assert on_disk <= store.settings.limit_bytes
@@ -143,7 +145,9 @@ def test_a_clock_that_was_wrong_once_keeps_no_block_for_ever(tmp_path):
 
 
 def test_a_day_that_comes_again_has_the_budget_it_had():
-    space = Space(settings_for("/none", daily_write_limit_bytes=100), Extras(Files(), StorePaths("/none")))
+    space = Space(
+        settings_for("/none", daily_write_limit_bytes=100), ExtraFiles(Files(), StorePaths("/none"))
+    )
     space.note_written(80, now_time=SECONDS_PER_DAY * 5.0)
     assert space.written_bytes(SECONDS_PER_DAY * 6.0) == 0
     assert space.written_bytes(SECONDS_PER_DAY * 5.5) == 80
@@ -156,7 +160,7 @@ def test_a_manifest_put_aside_counts_and_goes_before_any_block(tmp_path):
     (tmp_path / "manifest.damaged.sqlite3").write_bytes(bytes(50_000))
     store = open_store(tmp_path)
     assert store.extras.size_bytes == 50_000
-    assert store.reclaim(1) is Reclaim.PROGRESS
+    assert store.reclaim(1) is SpaceReclaim.PROGRESS
     assert store.extras.size_bytes == 0 and len(store.index) == 1
     assert not (tmp_path / "manifest.damaged.sqlite3").exists()
     store.close()
@@ -168,12 +172,12 @@ def test_what_was_read_of_a_file_that_was_replaced_retires_nothing(tmp_path):
     store = open_store(tmp_path)
     record = put(store, prepare_block(block))
     for failure in (
-        Failure(Damage.CHECKSUM, "of the file before", record.hash, header_checksum=1),
-        Failure(Damage.MISSING, "between two names", record.hash),
+        StorageFailure(BlockDamage.CHECKSUM, "of the file before", record.hash, header_checksum=1),
+        StorageFailure(BlockDamage.MISSING, "between two names", record.hash),
     ):
         store.retire(failure)
         assert record.hash in store.index
-    store.retire(Failure(Damage.CHECKSUM, "of this one", record.hash, record.header_checksum))
+    store.retire(StorageFailure(BlockDamage.CHECKSUM, "of this one", record.hash, record.header_checksum))
     assert record.hash not in store.index and len(store.extras.quarantined) == 1
     store.close()
     store.unlock()
@@ -188,7 +192,7 @@ def test_what_was_put_aside_and_cannot_be_removed_keeps_no_block_from_being_writ
     records = [put(store, prepare_block(make_block(seed=seed))) for seed in range(3)]
     store.put_in_quarantine(records[0])
     files.is_armed = True
-    assert [store.reclaim(1) for _ in range(3)] == [Reclaim.PROGRESS] * 3
+    assert [store.reclaim(1) for _ in range(3)] == [SpaceReclaim.PROGRESS] * 3
     assert files.failed_count == 2 and len(store.index) == 1
     assert store.extras.size_bytes == records[0].file_bytes + 3, "it counts for as long as it is there"
     store.maintain()
