@@ -91,16 +91,16 @@ def resume_between_checkpoints(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_the_kv_of_another_block(patch: pytest.MonkeyPatch) -> None:
-    real = controller.Restore._on_device
+    real = controller.Restore._put_on_device
 
-    def on_device(self, loaded, runner):
-        read = real(self, loaded, runner)
-        kv = [regions[blocks.RegionKind.KV] for regions in read.values() if blocks.RegionKind.KV in regions]
-        for regions, other in zip(read.values(), kv[1:], strict=False):
+    def put_on_device(self, loaded, runner):
+        real(self, loaded, runner)
+        read = [regions for regions in self.read.values() if blocks.RegionKind.KV in regions]
+        kv = [regions[blocks.RegionKind.KV] for regions in read]
+        for regions, other in zip(read, kv[1:], strict=False):
             regions[blocks.RegionKind.KV] = other
-        return read
 
-    patch.setattr(controller.Restore, "_on_device", on_device)
+    patch.setattr(controller.Restore, "_put_on_device", put_on_device)
 
 
 def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
