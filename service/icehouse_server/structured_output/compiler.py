@@ -262,7 +262,7 @@ def _read_schema(schema: str, *, field: str) -> Any:
         # A number with more digits than Python reads.
         raise FormMistake("a number in it has too many digits") from error
     if not isinstance(parsed, dict | bool):
-        raise FormMistake("a JSON schema is an object, true or false", "/")
+        raise FormMistake("a JSON schema must be an object, true or false", "/")
     _check_multiples(schema, field=field)
     return parsed
 

@@ -260,7 +260,7 @@ class ChatRenderer:
             why = (
                 "the model's chat template does not show them to the model"
                 if not traits.shows_tools
-                else "the form of this model's calls is not known"
+                else "the format of this model's calls is unknown"
             )
             raise InvalidRequest(
                 Reason.TOOLS_UNSUPPORTED,
@@ -307,7 +307,7 @@ def _with_images(text: str, images: ImageTexts | None) -> str:
     if len(rest) != len(images.texts):
         raise InvalidRequest(
             Reason.CHAT_INVALID,
-            f"the prompt has {len(rest)} marks of images, {images.mark!r}, for {len(images.texts)} images; "
+            f"the prompt has {len(rest)} image placeholders {images.mark!r} for {len(images.texts)} images; "
             "texts must not contain it, and the model's chat template must show each image",
             field="prompt.chat",
             metadata={"mark_count": len(rest), "image_count": len(images.texts)},

@@ -129,7 +129,7 @@ class Tokenizer:
         if self._infill is None:
             raise InvalidRequest(
                 Reason.UNSUPPORTED,
-                "this model's vocabulary has no tokens for infill, as those of code models have; send `text`",
+                "this model's vocabulary has no infill tokens, as code models have; send `text`",
                 field="prompt.infill",
             )
         return self._infill.tokens(prefix=prefix, suffix=suffix)

@@ -88,7 +88,7 @@ def decoding_bytes(source: ImageSource, limits: ImageLimits) -> int:
     if size_bytes > limits.prepared_bytes:
         raise _invalid(
             source,
-            f"takes {size_bytes} bytes to decode, {width} x {height} pixels; a request's may take "
+            f"takes {size_bytes} bytes to decode, {width} x {height} pixels; the limit for a request is "
             f"{limits.prepared_bytes}; scale it down",
             size_bytes=size_bytes,
             limit_bytes=limits.prepared_bytes,
@@ -126,7 +126,7 @@ def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
     if size > limits.size_bytes:
         raise _invalid(
             source,
-            f"has {size} bytes; an image may have {limits.size_bytes}",
+            f"has {size} bytes; the limit for an image is {limits.size_bytes}",
             size_bytes=size,
             limit_bytes=limits.size_bytes,
         )
@@ -153,7 +153,7 @@ def _with_header(source: ImageSource) -> Image.Image:
     except Exception as error:  # as above
         # The sender's media type may explain what the image really is.
         hint = f" (it is called {source.media_type[:_SHOWN_LENGTH]!r})" if source.media_type else ""
-        raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{hint}{_detail(source, error)}") from error
+        raise _invalid(source, f"is not a PNG, JPEG, WebP or GIF{hint}{_detail(source, error)}") from error
 
 
 def _too_many_pixels(
@@ -161,7 +161,7 @@ def _too_many_pixels(
 ) -> InvalidRequest:
     return _invalid(
         source,
-        f"has {shown} pixels; an image of its kind may have {limit}; scale it down",
+        f"has {shown} pixels; the limit for its kind is {limit}; scale it down",
         pixels=count,
         pixel_limit=limit,
     )

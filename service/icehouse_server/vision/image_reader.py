@@ -29,7 +29,7 @@ class ImageReader:
         if len(sources) > limit:
             raise InvalidRequest(
                 Reason.IMAGE_INVALID,
-                f"the request has {len(sources)} images; at most {limit} may be",
+                f"the request has {len(sources)} images; the limit is {limit}",
                 field=sources[limit].field,
                 metadata={"image_count": len(sources), "image_count_limit": limit},
             )
@@ -68,7 +68,7 @@ class PromptImages:
         if self._size_bytes > limit:
             raise InvalidRequest(
                 Reason.IMAGE_INVALID,
-                f"the images up to {source.field} take {self._size_bytes} bytes as the model takes them, and "
+                f"the images up to {source.field} take {self._size_bytes} bytes as model input, and "
                 f"those of one request may take {limit}; send fewer or smaller ones",
                 field=source.field,
                 metadata={"size_bytes": self._size_bytes, "limit_bytes": limit},
@@ -118,8 +118,8 @@ def spans_of(
     if len(positions) != wanted:
         raise InvalidRequest(
             Reason.CHAT_INVALID,
-            f"the prompt has {len(positions)} image tokens and its images have {wanted}; texts must not "
-            "contain the model's own marks of images",
+            f"the prompt has {len(positions)} image tokens, but its images need {wanted}; texts must not "
+            "contain the model's image placeholders",
             field="prompt.chat",
             metadata={"image_tokens": len(positions), "expected_image_tokens": wanted},
         )
@@ -137,6 +137,6 @@ def _check_end(spans: Sequence[ImageSpan], *, token_count: int, reason: Reason, 
     if spans and spans[-1].image.is_seen_whole and spans[-1].end_token_index == token_count:
         raise InvalidRequest(
             reason,
-            "the prompt ends with an image; for this model text must follow it, as its own template writes",
+            "the prompt ends with an image; for this model text must follow it, as in its chat template",
             field=field,
         )

@@ -37,7 +37,7 @@ _LOW_TOKENS: Final = 256
 """Most tokens of an image at low detail: about 450 x 450 pixels."""
 _DEFAULT_WHOLE_TOKENS: Final = 256
 """`image_seq_length` of Gemma 3's processor, likewise."""
-_EMPTY_TILE: Final = "has a tile of zeros, which the model's code takes for none at all"
+_EMPTY_TILE: Final = "has a tile of zeros, which the model's code treats as no tile"
 """The model drops such tiles, and fails if none is left or the prompt has tokens for more of them."""
 _CHANNELS: Final = 3
 _DEFAULT_PATCH_SIZE: Final = 14
@@ -144,11 +144,11 @@ class TileProcessor(ImageProcessor):
             sent.check_runs(index, (self._token_count,) * count)
             sent.check_size(index, width=count * side, height=side)
         if max(counts) != shape[1]:
-            sent.refuse(PIXELS, f"has {shape[1]} tiles; by its tokens an image has {max(counts)} at most")
+            sent.refuse(PIXELS, f"has {shape[1]} tiles; its tokens allow at most {max(counts)}")
         if sent.has("pixel_attention_mask"):
             shown = sent.flags("pixel_attention_mask", *shape[:2], side, side)
             if not all(shown[index, :count].all() for index, count in enumerate(counts)):
-                sent.refuse("pixel_attention_mask", "hides a part of a tile; this model's tiles are whole")
+                sent.refuse("pixel_attention_mask", "hides part of a tile; this model's tiles must be whole")
         pixels = sent.pixels(*shape)
         if any(_has_empty_tile(pixels[index, :count]) for index, count in enumerate(counts)):
             sent.refuse(PIXELS, _EMPTY_TILE)
@@ -199,7 +199,7 @@ class GridProcessor(ImageProcessor):
             sent.check_runs(index, (counts[index] // side**2,))
         name = "patches_per_image"
         if sent.has(name) and sent.integers(name, sent.count).tolist() != counts:
-            sent.refuse(name, f"differs from image_grid_thw, by which it is {counts}")
+            sent.refuse(name, f"differs from image_grid_thw, which gives {counts}")
         width = _CHANNELS * int(self._inner.temporal_patch_size) * patch**2
         ends = np.cumsum(counts)
         pixels = np.split(sent.pixels(int(ends[-1]), width), ends[:-1])
@@ -254,7 +254,7 @@ class ViewProcessor(ImageProcessor):
         shapes, limit = made["spatial_shapes"], self._inner.max_num_patches
         # The processor would silently cut an image that is too narrow.
         if (patch_count := shapes.prod(axis=1).max()) > limit:
-            raise ValueError(f"it is scaled to {patch_count} patches; a view has {limit} at most")
+            raise ValueError(f"it is scaled to {patch_count} patches; the limit for a view is {limit}")
         tiles = [
             (row, column) for row in range(made["image_rows"][0]) for column in range(made["image_cols"][0])
         ]
@@ -272,9 +272,9 @@ class ViewProcessor(ImageProcessor):
         shapes = sent.integers("spatial_shapes", int(ends[-1]), 2).astype(np.int32)
         patch_counts = shapes.astype(np.int64).prod(axis=1)
         if not 0 < patch_counts.min() <= patch_counts.max() <= limit:
-            sent.refuse("spatial_shapes", f"has a view that is not of 1 to {limit} patches")
+            sent.refuse("spatial_shapes", f"has a view whose patches are not 1 to {limit}")
         if (shapes % side).any():
-            sent.refuse("spatial_shapes", f"has sides that are no multiples of {side}")
+            sent.refuse("spatial_shapes", f"has sides that are not multiples of {side}")
         parts = np.split(shapes, ends[:-1])
         for index, part in enumerate(parts):
             sent.check_runs(index, self._counts(part))
@@ -283,7 +283,7 @@ class ViewProcessor(ImageProcessor):
         mask = np.arange(limit) < patch_counts[:, None]
         name = "pixel_attention_mask"
         if sent.has(name) and (sent.flags(name, *mask.shape) != mask).any():
-            sent.refuse(name, "differs from spatial_shapes, by which each view's first patches are its own")
+            sent.refuse(name, "differs from spatial_shapes, which gives how many patches each view has")
         patches = sent.pixels(*mask.shape, _CHANNELS * size**2)
         split = zip(np.split(mask, ends[:-1]), np.split(patches, ends[:-1]), parts, strict=True)
         return [self._image(*each) for each in split]
@@ -404,7 +404,7 @@ class RowProcessor(ImageProcessor):
             if not within or tall % unit or wide % unit:
                 sent.refuse(
                     PIXELS,
-                    f"has {tall} x {wide} pixels for image {index}; sides are multiples of {unit} up to "
+                    f"has {tall} x {wide} pixels for image {index}; sides must be multiples of {unit} up to "
                     f"{settings.size_limit}, within the tensor's",
                 )
             sent.check_size(index, width=wide, height=tall)

@@ -54,14 +54,14 @@ def locate_images(token_ids: Sequence[int], sent: SentImages, *, image_token_id:
         if first == last:
             field = f"{sent.places_field}[{index}]"
             raise _invalid(
-                field, f"has no image token, {image_token_id}, from {span.start} to {span.stop - 1}"
+                field, f"has no image token ({image_token_id}) from {span.start} to {span.stop - 1}"
             )
         inside = positions[first:last]
         gaps = np.diff(inside)
         if len(gaps) and gaps.max() > _LONGEST_GAP + 1:
             raise _invalid(
                 f"{sent.places_field}[{index}]",
-                f"has {gaps.max() - 1} tokens of text between two of the image; {_LONGEST_GAP} may be",
+                f"has {gaps.max() - 1} tokens of text between two of the image; the limit is {_LONGEST_GAP}",
             )
         runs = np.diff(np.flatnonzero(gaps > 1), prepend=-1, append=len(inside) - 1)
         images.append(ImageTokens(int(inside[0]), int(inside[-1]) + 1, tuple(runs.tolist())))
@@ -97,7 +97,7 @@ class SentTensors:
         for each in self._tensors.values():
             if each.tensor.name not in (*names, *optional):
                 known = ", ".join((*names, *optional))
-                raise _invalid(each.field, f"is no tensor of this model's images, which are {known}")
+                raise _invalid(each.field, f"is not an image tensor of this model, which has {known}")
         for name in names:
             if name not in self._tensors:
                 raise _invalid(
@@ -124,13 +124,13 @@ class SentTensors:
         self.shape(PIXELS, *shape)
         tensor = self._tensors[PIXELS].tensor
         if tensor.dtype != "F32":
-            self.refuse(PIXELS, f"is of the type {tensor.dtype}; this model's own are F32 (float32)")
+            self.refuse(PIXELS, f"has the type {tensor.dtype}; this model takes F32 (float32)")
         pixels = _array(tensor)
         # If there is a NaN, both min and max are NaN, and no comparison holds.
         if not (pixels.min() >= -LARGEST_VALUE and pixels.max() <= LARGEST_VALUE):
             self.refuse(
                 PIXELS,
-                f"has a value that is not finite, or beyond {LARGEST_VALUE:g}; no processor makes such",
+                f"has a value that is not finite, or is beyond {LARGEST_VALUE:g}; no processor makes one",
             )
         return pixels
 
@@ -150,7 +150,7 @@ class SentTensors:
         self.shape(name, *shape)
         tensor = self._tensors[name].tensor
         if tensor.dtype not in _INTEGERS:
-            self.refuse(name, f"is of the type {tensor.dtype}; it is of whole numbers")
+            self.refuse(name, f"has the type {tensor.dtype}; it must hold integers")
         return _array(tensor)
 
     def check_runs(self, index: int, runs: Sequence[int]) -> None:
@@ -168,7 +168,7 @@ class SentTensors:
         if width * height > limit:
             self.refuse(
                 PIXELS,
-                f"has {width} x {height} pixels for image {index}; one may have {limit}; scale it down",
+                f"has {width} x {height} pixels for image {index}; the limit is {limit}; scale it down",
             )
 
     def refuse(self, name: str, complaint: str) -> NoReturn:
@@ -185,7 +185,7 @@ def check_bytes(sent: SentImages, limits: ImageLimits) -> None:
     if size_bytes > limits.prepared_bytes:
         raise _invalid(
             sent.tensors[0].field,
-            f"and what comes with it take {size_bytes} bytes; the images of a request may take "
+            f"and what comes with it take {size_bytes} bytes; the limit for a request's images is "
             f"{limits.prepared_bytes}; send fewer or smaller ones",
         )
 

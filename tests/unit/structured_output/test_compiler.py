@@ -262,7 +262,7 @@ MISTAKES = [
         "/",
         "Unsatisf",
     ),
-    (NAMES, "/$defs/n", "within each other"),
+    (NAMES, "/$defs/n", "nested schemas"),
     (Regex("a(b"), "column 2", "unclosed group"),
     (Regex("a(?=b)"), "column 2", "look-around"),
     (Regex("[^\\s\\S]"), "", "no text can match"),

@@ -502,7 +502,7 @@ def test_a_text_with_the_mark_of_an_image_is_refused_as_before() -> None:
     conversation = seen(1, 1, texts="AB")
     said = dataclasses.replace(conversation.messages[2], content="a <picture>")
     conversation = dataclasses.replace(conversation, messages=(*conversation.messages[:2], said))
-    with pytest.raises(InvalidRequest, match="marks of images"):
+    with pytest.raises(InvalidRequest, match="image placeholders"):
         tokenizer.render_chat(conversation, known)
 
 

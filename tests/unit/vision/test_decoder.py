@@ -182,7 +182,7 @@ def test_what_the_server_has_read_is_refused_without_a_word_of_what_was_in_it() 
             decode_image(source, LIMITS)
         assert caught.value.message in (
             f"the image in {FIELD} cannot be decoded",
-            f"the image in {FIELD} is no PNG, JPEG, WebP or GIF",
+            f"the image in {FIELD} is not a PNG, JPEG, WebP or GIF",
         )
 
 

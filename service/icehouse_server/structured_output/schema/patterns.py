@@ -178,7 +178,7 @@ def allowed_names(schema: Any, pointer: str, references: References, *, depth: i
     """Return what a `propertyNames` at `pointer` allows; raises UnusableSchema."""
     if depth > _DEPTH_LIMIT:
         raise UnusableSchema(
-            f"names are described by more than {_DEPTH_LIMIT} schemas within each other", pointer
+            f"property names are described by more than {_DEPTH_LIMIT} nested schemas", pointer
         )
     if isinstance(schema, Mapping) and set(schema) - _ANNOTATIONS == {"$ref"}:
         target_pointer, target = references.target(schema["$ref"], pointer)
@@ -186,7 +186,7 @@ def allowed_names(schema: Any, pointer: str, references: References, *, depth: i
     if isinstance(schema, bool):
         return PropertyNames(are_any=schema)
     if not isinstance(schema, Mapping):
-        raise UnusableSchema("a JSON schema is an object, true or false", pointer)
+        raise UnusableSchema("a JSON schema must be an object, true or false", pointer)
     keywords = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
     kind = keywords.pop("type", "string")
     if set(keywords) == {"enum"} or set(keywords) == {"const"}:
@@ -200,7 +200,7 @@ def allowed_names(schema: Any, pointer: str, references: References, *, depth: i
                 [allowed_names(s, f"{pointer}/{key}/{i}", references, depth=depth + 1) for i, s in options]
             )
     if kind != "string":
-        raise UnusableSchema("names are strings: give their type as string, or an enum", f"{pointer}/type")
+        raise UnusableSchema("property names are strings: use the type string, or an enum", f"{pointer}/type")
     return _patterned(keywords, pointer)
 
 
@@ -222,7 +222,7 @@ def _patterned(keywords: dict[str, Any], pointer: str) -> PropertyNames:
         bounds = f"{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}"
         return PropertyNames(patterns=(rf"^[\s\S]{{{bounds}}}$",), unenforced=unenforced)
     raise UnusableSchema(
-        "names can be held to an enum, to one pattern without look-around or to a length, not to more",
+        "property names can have an enum, one pattern without look-around or a length, not several",
         pointer,
     )
 

@@ -200,7 +200,7 @@ class _Rewriter:
     def _count(self, pointer: str, count: int = 1) -> None:
         self._part_count += count
         if self._part_count > _PART_LIMIT:
-            raise UnusableSchema(f"it comes to more than {_PART_LIMIT} schemas, references apart", pointer)
+            raise UnusableSchema(f"it has more than {_PART_LIMIT} schemas, not counting references", pointer)
 
     def _plain(self, schema: Mapping[str, Any], pointer: str) -> Object | None:
         """Return a schema in plainer keywords; None if no value can match it."""

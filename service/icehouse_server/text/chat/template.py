@@ -115,8 +115,7 @@ class ChatTemplate:
         if lost:
             field = f"prompt.chat.{lost[0]}"
             raise _invalid(
-                f"the model's chat template would drop {field} without a word; say it in a user's message "
-                "instead",
+                f"the model's chat template would silently drop {field}; put it in a user message instead",
                 field=field,
                 lost_count=len(lost),
             )

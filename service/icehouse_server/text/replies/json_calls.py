@@ -81,7 +81,7 @@ class JsonCalls(Notation):
             elif not char or (count and (not ends or (yield from source.sees(*self.starts)))):
                 break
             else:
-                raise Malformed("it is no call in JSON")
+                raise Malformed("it is not a JSON call")
             if not ends and (yield from source.ahead(_MORE)) is None:
                 break
         return count
@@ -104,7 +104,7 @@ class JsonCalls(Notation):
             if count and (yield from source.sees(*self.ends)):
                 return count
             if char != "{":
-                raise Malformed("it names no tool" if char == '"' else "it is no call in JSON")
+                raise Malformed("it names no tool" if char == '"' else "it is not a JSON call")
             yield from self._object(source, calls, is_irregular=is_irregular)
             count += 1
 
@@ -166,7 +166,7 @@ class _CallObject:
                 return
             if not is_first:
                 if not (yield from source.accepts(",")):
-                    raise Malformed("it is no JSON: a comma or a closing bracket is missing")
+                    raise Malformed("it is not JSON: a comma or a closing bracket is missing")
                 yield from source.space()
                 if (yield from source.accepts("}")):
                     self._is_irregular = True
@@ -176,7 +176,7 @@ class _CallObject:
             yield from self._text.string(key.append)
             yield from source.space()
             if not (yield from source.accepts(":")):
-                raise Malformed("it is no JSON: a key has no value")
+                raise Malformed("it is not JSON: a key has no value")
             yield from source.space()
             yield from self._member(decoded("".join(key)))
 
@@ -204,7 +204,7 @@ class _CallObject:
             self._name = value
         elif key in _ARGUMENTS:
             if self._has_arguments:
-                raise Malformed("it has arguments twice")
+                raise Malformed("it has two sets of arguments")
             self._has_arguments = True
             self._is_irregular = self._is_irregular or key != self._notation.arguments_key
             yield from self._arguments(char)
@@ -235,13 +235,13 @@ class _CallObject:
         if value is None:
             return "{}"
         if not isinstance(value, str):
-            raise Malformed("its arguments are no JSON object")
+            raise Malformed("its arguments are not a JSON object")
         try:
             text = tolerant(value).json_text
         except Malformed:
-            raise Malformed("its arguments are text that is no JSON, or nested too deep") from None
+            raise Malformed("its arguments are text that is not JSON, or nested too deeply") from None
         if not text.startswith("{"):
-            raise Malformed("its arguments are no JSON object")
+            raise Malformed("its arguments are not a JSON object")
         return text
 
     def _emit_name(self) -> None:
@@ -304,7 +304,7 @@ class NamedJson(Notation):
         if fence is not None:
             source.take(fence.end())
         if (yield from source.peek()) != "{":
-            raise Malformed("its arguments are no JSON object")
+            raise Malformed("its arguments are not a JSON object")
         yield from text.value(calls.add_arguments)
         if fence is not None or self.is_fenced:
             behind = yield from source.ahead(_SPACED_FENCE)

@@ -72,7 +72,7 @@ class PythonCalls(Notation):
             elif count and not (yield from source.peek()):
                 break
             else:
-                raise (yield from source.failure("it is no call of a function"))
+                raise (yield from source.failure("it is not a function call"))
         return count
 
     def _call(self, source: TextSource, calls: ReplyCalls, *, is_irregular: bool) -> Reading[None]:
@@ -134,7 +134,7 @@ class GemmaCalls(Notation):
         has_end = yield from source.accepts(*self.ends)
         has_ended = not (yield from source.peek())
         if not has_end and not (count and has_ended):
-            raise Malformed("the output ended inside it" if has_ended else "it is no call of a function")
+            raise Malformed("the output ended inside it" if has_ended else "it is not a function call")
         return count
 
 

@@ -310,7 +310,7 @@ class ChannelReply:
         if is_empty:
             calls.add_arguments("{}")
         elif (yield from source.peek()) != "{":
-            raise Malformed("its arguments are no JSON object")
+            raise Malformed("its arguments are not a JSON object")
         else:
             yield from text.value(calls.add_arguments)
         yield from source.space()

@@ -157,7 +157,7 @@ class _CheckedCalls(ReplyCalls):
     def name_tool(self, name: str, own_id: str = "") -> None:
         self._open = _OpenCall(name, [], is_emitted=self.offers(name))
         if not self._open.is_emitted:
-            self._open.problem = f"it names no tool on offer: {name[:64]!r}" if name else "it names no tool"
+            self._open.problem = f"it names a tool not offered: {name[:64]!r}" if name else "it names no tool"
             return
         if not own_id or own_id in self._ids:
             own_id = self._make_id(self._next_index)
@@ -165,7 +165,7 @@ class _CheckedCalls(ReplyCalls):
         self._emit(CallPiece(self._next_index, id=sendable(own_id), name=name))
 
     def add_arguments(self, text: str) -> None:
-        assert self._open is not None, "arguments of no call"
+        assert self._open is not None, "arguments without a call"
         if not text:
             return
         self._open.arguments.append(text)
@@ -215,12 +215,12 @@ class _CheckedCalls(ReplyCalls):
         try:
             value = strict("".join(call.arguments))
             if not isinstance(value, dict):
-                return "its arguments are no JSON object"
+                return "its arguments are not a JSON object"
             return self._schema(call.name).problem(value)
         except ValueTooCostly as error:
             return str(error)
         except ValueError:
-            return "its arguments are no JSON, or nested too deep"
+            return "its arguments are not JSON, or nested too deeply"
 
     def _schema(self, name: str) -> ArgumentsSchema:
         if name not in self._schemas:

@@ -86,7 +86,7 @@ class ArgumentsSchema:
         try:
             error = next(validator.iter_errors(value), None)
         except RecursionError:
-            raise ValueTooCostly("its arguments or their schema are nested too deep to be checked") from None
+            raise ValueTooCostly("its arguments or their schema are nested too deeply to check") from None
         return "" if error is None else _description(error)
 
     def read(self, argument: Argument, *, is_python: bool = False) -> ReadValue:
@@ -147,7 +147,7 @@ def _description(error: ValidationError) -> str:
     message = error.message
     if len(message) > _MESSAGE_LENGTH_LIMIT:
         # A long message quotes the value or the schema; the keyword's name is enough.
-        message = f"it does not fit the keyword {error.validator!r}"
+        message = f"it does not satisfy the keyword {error.validator!r}"
     return f"argument {path}: {message}" if path else message
 
 

@@ -88,7 +88,7 @@ class JsonText:
         """Read a string, quotes included."""
         source = self.source
         if not (yield from source.accepts('"')):
-            raise Malformed("a string is missing where one has to be")
+            raise Malformed("a string is missing where one is required")
         emit('"')
         while True:
             yield from source.run(_PLAIN, emit)
@@ -113,11 +113,11 @@ class JsonText:
             while len(digits) < 4:
                 digit = yield from self.source.peek()
                 if not digit or not _HEX.fullmatch(digit):
-                    raise Malformed("a string has an escape that JSON has not")
+                    raise Malformed("a string has an escape that JSON does not allow")
                 digits += self.source.take(1)
             return f"\\u{digits}"
         if char not in '"\\/bfnrt':
-            raise Malformed("a string has an escape that JSON has not")
+            raise Malformed("a string has an escape that JSON does not allow")
         return f"\\{char}"
 
     def _between(self, stack: list[str], is_fresh: bool, emit: Emit) -> Reading[str | None]:
@@ -175,7 +175,7 @@ class JsonText:
         elif char and char in "-0123456789":
             number = yield from self.source.word(_NUMBER_LETTERS, limit=_WORD_LENGTH_LIMIT)
             if not _NUMBER.fullmatch(number):
-                raise Malformed("it has a number that JSON has not")
+                raise Malformed("it has a number that JSON does not allow")
             emit(number)
         else:
             yield from self._literal(emit, char)
@@ -187,7 +187,7 @@ class JsonText:
         literals = _LITERALS | PYTHON_LITERALS if self.is_python else _LITERALS
         if word not in literals:
             raise Malformed(
-                "it has a value that JSON has not" if word else "it is no JSON: a value is missing"
+                "it has a value that JSON does not allow" if word else "it is not JSON: a value is missing"
             )
         emit(literals[word])
 
@@ -215,7 +215,7 @@ class PythonText(JsonText):
         """Read a string inside the bracket `within`."""
         quote = yield from self.source.peek()
         if not quote or quote not in "\"'":
-            raise Malformed("a key is no string")
+            raise Malformed("a key is not a string")
         emit(quoted((yield from self._string(within))))
 
     def _scalar(self, emit: Emit, char: str, within: str) -> Reading[None]:
@@ -233,7 +233,7 @@ class PythonText(JsonText):
         try:
             return json.dumps(ast.literal_eval(word), allow_nan=False)
         except (ValueError, SyntaxError, TypeError):
-            raise Malformed("it has a number that is none") from None
+            raise Malformed("it has an invalid number") from None
 
     def _string(self, within: str) -> Reading[str]:
         source = self.source
@@ -288,11 +288,11 @@ def strict(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_no_constant)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

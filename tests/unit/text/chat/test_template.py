@@ -66,7 +66,7 @@ def test_a_role_of_the_templates_own_is_written_where_the_template_writes_it() -
     asked = Conversation(turns(("ipython", "2"), ("user", "Hi")))
     text = render(HEADERS, asked)
     assert text.startswith("<bos><|start_header_id|>ipython<|end_header_id|>\n\n2<|im_end|>")
-    with pytest.raises(InvalidRequest, match="would drop") as caught:
+    with pytest.raises(InvalidRequest, match="would silently drop") as caught:
         render(THINKING, asked)
     assert caught.value.field == "prompt.chat.messages[0].content"
 
@@ -75,7 +75,9 @@ def test_a_refusal_names_a_message_by_its_place_in_the_request() -> None:
     """Others may have been dropped before it since."""
     role, user = turns(("ipython", "2"), ("user", "Hi"))
     asked = Conversation((dataclasses.replace(role, sent_index=3), user))
-    with pytest.raises(InvalidRequest, match=r"would drop prompt\.chat\.messages\[3\]\.content") as caught:
+    with pytest.raises(
+        InvalidRequest, match=r"would silently drop prompt\.chat\.messages\[3\]\.content"
+    ) as caught:
         render(THINKING, asked)
     assert caught.value.field == "prompt.chat.messages[3].content"
 
@@ -152,9 +154,7 @@ def test_what_would_be_dropped_is_refused() -> None:
     forgetful = dataclasses.replace(
         THINKING, template="{% set messages = messages[-12:] %}" + THINKING.template
     )
-    with pytest.raises(
-        InvalidRequest, match=r"drop prompt\.chat\.messages\[0\]\.content without a word"
-    ) as caught:
+    with pytest.raises(InvalidRequest, match=r"silently drop prompt\.chat\.messages\[0\]\.content") as caught:
         render(forgetful, Conversation(turns(("user", "A"), ("assistant", "B")) * 6 + ASKED))
     assert caught.value.field == "prompt.chat.messages[0].content"
 
@@ -180,7 +180,7 @@ STRANGE = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize(("family", "why"), [(SYSTEMLESS, "does not show them"), (STRANGE, "is not known")])
+@pytest.mark.parametrize(("family", "why"), [(SYSTEMLESS, "does not show them"), (STRANGE, "is unknown")])
 def test_tools_are_refused_where_they_cannot_work(family: Family, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why) as caught:
         render(family, Conversation(ASKED, tools=(WEATHER,)))
@@ -299,6 +299,6 @@ def test_images_move_with_texts_that_become_one() -> None:
 
 def test_a_mark_in_a_text_is_refused() -> None:
     for message in (with_images("user", "<picture>", 0), ChatMessage("user", "none")):
-        with pytest.raises(InvalidRequest, match="marks of images") as caught:
+        with pytest.raises(InvalidRequest, match="image placeholders") as caught:
             seen(message, texts=("A",))
         assert caught.value.reason is Reason.CHAT_INVALID

@@ -77,7 +77,7 @@ VALUES: tuple[dict[str, Any], ...] = (
     {"mode": None, "word": "True", "ratio": True, "tags": [], "place": None},
 )
 MISFITS: tuple[tuple[Call, str], ...] = (
-    (("get_money", {}), "no tool on offer: 'get_money'"),
+    (("get_money", {}), "a tool not offered: 'get_money'"),
     (("get_weather", {"days": 2}), "'city' is a required property"),
     (("get_weather", {"city": "Oslo", "days": "tomorrow"}), "argument days: 'tomorrow' is not of type"),
     (("set_values", {"other": 1}), "'other' was unexpected"),

@@ -176,15 +176,15 @@ def test_nothing_is_lost(text: str) -> None:
     ("section", "problem"),
     [
         ("{bad", "a string is missing"),
-        ('{"name": "get_time", "arguments": {"a": tru}}', "a value that JSON has not"),
+        ('{"name": "get_time", "arguments": {"a": tru}}', "a value that JSON does not allow"),
         ('{"arguments": {}}', "names no tool"),
         ('{"name": "", "arguments": {}}', "names no tool"),
         ('["get_time"]', "names no tool"),
-        ('{"name": "get_time", "arguments": [1]}', "no JSON object"),
-        ('{"name": "get_time", "arguments": "soon"}', "text that is no JSON"),
-        ('{"name": "get_time", "arguments": {"a": NaN}}', "a value that JSON has not"),
+        ('{"name": "get_time", "arguments": [1]}', "not a JSON object"),
+        ('{"name": "get_time", "arguments": "soon"}', "text that is not JSON"),
+        ('{"name": "get_time", "arguments": {"a": NaN}}', "a value that JSON does not allow"),
         ("[]", "no call in it"),
-        (r'{"name": "get\_time", "arguments": {"a": 1}}', "an escape that JSON has not"),
+        (r'{"name": "get\_time", "arguments": {"a": 1}}', "an escape that JSON does not allow"),
     ],
 )
 def test_a_malformed_call_is_text_with_a_flag(section: str, problem: str) -> None:
@@ -222,7 +222,7 @@ def test_a_call_that_says_two_things_is_malformed_and_the_next_one_is_not() -> N
     pieces = split([f"<tool_call>{twice}</tool_call>{CALL}"], made)
     assert calls_of(pieces) == [("get_weather", {"city": 'O"s}lo', "days": 2})]
     assert [p.index for p in pieces if isinstance(p, CallPiece) and p.name] == [0, 1] and made.has_calls
-    assert [p.problem for p in pieces if isinstance(p, MalformedPiece)] == ["it has arguments twice"]
+    assert [p.problem for p in pieces if isinstance(p, MalformedPiece)] == ["it has two sets of arguments"]
 
 
 @pytest.mark.parametrize("section", ['{"name": "get_time", "arguments": {}}', '{"name": "get_ti'])
