@@ -204,7 +204,7 @@ def open_shared_store(cache: CacheConfig) -> ObjectStore:
         with imports_of_extra("shared", setting=_SHARED_URL):
             return make_store(cache.shared_url)
     except ValueError as error:
-        detail = f"{_SHARED_URL} = {cache.shared_url} names no object store: {error}"
+        detail = f"{_SHARED_URL} = {cache.shared_url} is not the URL of an object store: {error}"
         raise ConfigError(Reason.CONFIG_INVALID, detail, field=_SHARED_URL) from error
 
 
@@ -252,14 +252,14 @@ def _check_place(cache: CacheConfig) -> None:
     if existing.is_dir() and (is_read_only or os.access(existing, os.R_OK | os.W_OK | os.X_OK)):
         free_bytes, floor_bytes = shutil.disk_usage(existing).free, cache.free_space_floor_bytes
         if free_bytes < floor_bytes:
-            detail = "no new blocks are written there until more is free; RAM serves alone"
+            detail = "no new blocks are written there until more is free; only RAM is used"
             sizes = {"free_bytes": free_bytes, "floor_bytes": floor_bytes}
             _log.warning("cache_disk_short", extra={**sizes, "detail": detail})
         return
-    why = "this user may not write there" if existing.is_dir() else "it is no folder"
+    why = "this user may not write there" if existing.is_dir() else "it is not a folder"
     raise StartError(
         Reason.STORE_UNUSABLE,
-        f"the SSD tier cannot have its folder in {existing}: {why}; choose another --cache-directory, or do "
+        f"the SSD tier cannot be in {existing}: {why}; choose another --cache-directory, or run "
         "without it (--no-ssd)",
         metadata={"directory": str(directory)},
     )

@@ -73,7 +73,7 @@ def open_cipher(cache: CacheConfig, files: Files, *, in_group: bool = False) -> 
             extra={
                 "other_keys": opened.other_key_count,
                 "detail": "this key opens none of the data keys here, so the cache begins empty; blocks "
-                "under other keys stay, unread, until they age out. Was it meant to be another key?",
+                "under other keys stay unread until they age out. Is this the right key?",
             },
         )
     return cipher
@@ -100,7 +100,7 @@ def encryption() -> ModuleType:
         raise StartError(
             Reason.ENCRYPTION_MISSING,
             f"encrypting blocks needs a package that cannot be loaded ({error.name}); "
-            f"say {extra_command('encryption')}",
+            f"run {extra_command('encryption')}",
             metadata={"package": error.name},
         ) from error
     return data_keys
@@ -123,7 +123,7 @@ def _existing_cipher(
 def _unusable(paths: StorePaths, error: OSError) -> StartError:
     return StartError(
         Reason.STORE_UNUSABLE,
-        f"the keys of cache directory {paths.root} cannot be had: {error}; "
+        f"the keys of cache directory {paths.root} cannot be used: {error}; "
         "check its path and permissions, or start without a key",
         metadata={"directory": paths.root},
     )
@@ -133,7 +133,7 @@ KEY_BYTES = 32
 _LIMIT_BYTES = 4096
 _COMMAND_TIMEOUT_S = 60.0
 """A keychain may ask its user first."""
-_ADVICE = "it must be 32 random bytes as base64 or hexadecimal text, as `icehouse key new` prints them"
+_ADVICE = "it must be 32 random bytes in base64 or hex, as `icehouse key new` prints them"
 
 
 def new_key_text() -> str:
@@ -158,7 +158,7 @@ def key_of_file(path: Path) -> bytes:
         ) from error
     if file.mode & 0o077:
         raise _refuse(
-            f"the key file {path} has mode {file.mode:04o}, so others may read it; chmod 600 {path}",
+            f"the key file {path} has mode {file.mode:04o}, so others may read it; run chmod 600 {path}",
             what=str(path),
         )
     return _parse(file.content, f"the key file {path}")
@@ -181,7 +181,7 @@ def key_of_command(command: str) -> bytes:
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise _refuse(
-            f"{what} ended with {done.returncode}: {said[-1] if said else 'it said nothing'}", what=command
+            f"{what} ended with {done.returncode}: {said[-1] if said else 'it printed nothing'}", what=command
         )
     return _parse(done.stdout, f"what {what} prints")
 
@@ -194,7 +194,7 @@ def _parse(text: bytes, what: str) -> bytes:
                 key = decode(words[0])
                 if len(key) == KEY_BYTES:
                     return key
-    raise _refuse(f"{what} is no key: {_ADVICE}", what=what)
+    raise _refuse(f"{what} is not a key: {_ADVICE}", what=what)
 
 
 def _refuse(message: str, *, what: str) -> StartError:

@@ -96,12 +96,12 @@ def _refusal(hub_id: str, error: Exception) -> ModelError:
         case GatedRepoError():
             what = (
                 f"the hub gives {hub_id} only to those who accepted its terms; accept them on the model's "
-                "page, then say `hf auth login`"
+                "page, then run `hf auth login`"
             )
         case RepositoryNotFoundError():
-            what = f"the hub has no model {hub_id}, or it is private; check the name, or say `hf auth login`"
+            what = f"the hub has no model {hub_id}, or it is private; check the name, or run `hf auth login`"
         case OSError(errno=errno.ENOSPC):
-            what = f"the disk is full, and {hub_id} is not here completely; make room in {cache_folder()}"
+            what = f"the disk is full, and {hub_id} is not completely here; make room in {cache_folder()}"
         case _:
             is_off = OfflineModeIsEnabled in (type(error), type(error.__cause__))
             said = str(error).strip().partition("\n")[0] or type(error).__name__

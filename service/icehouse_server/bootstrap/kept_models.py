@@ -64,7 +64,7 @@ def pull(name: str, *, on_progress: OnProgress) -> KeptModel:
     else:
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
-            f"{name!r} is no id on the hub, such as mlx-community/Qwen3-0.6B-4bit, and none of: "
+            f"{name!r} is not an id on the hub, such as mlx-community/Qwen3-0.6B-4bit, or one of: "
             f"{', '.join(DEMO_MODELS)}",
             metadata={"model": name},
         )
@@ -88,7 +88,7 @@ def remove(model: KeptModel) -> None:
     if model.is_in_use:
         raise ModelError(
             Reason.STORE_LOCKED,
-            f"{model.name} is in use by a server that runs on this machine; stop that server first",
+            f"{model.name} is in use by a server on this machine; stop that server first",
             metadata={"model": model.name},
         )
     try:

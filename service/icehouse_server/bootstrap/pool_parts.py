@@ -59,7 +59,7 @@ def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
     check_names(terms)
     for name, own in configs.items():
         if not may_be_found(own.model.model):
-            detail = f"there is no model folder at {own.model.model!r}; until there is, requests for it fail"
+            detail = f"there is no model folder at {own.model.model!r}; requests for it fail until then"
             _log.warning("model_not_here", extra={"model": name, "detail": detail})
     ports = {
         served_name(model): model.worker_port for model in config.models if model.worker_port is not None

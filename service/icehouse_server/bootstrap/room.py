@@ -52,7 +52,7 @@ class MachineResources:
         if self.weight_bytes > self._memory_limit_bytes:
             raise StartError(
                 Reason.MEMORY_NEVER_FITS,
-                f"the weights of {model} take {size_text(size.weight_bytes)} in memory, and this server may "
+                f"the weights of {model} take {size_text(size.weight_bytes)} in memory, but this server may "
                 f"use {size_text(self._memory_limit_bytes)} for model, KV and cache; serve a smaller model "
                 "or one with fewer bits, or raise --memory-limit-bytes if there is more",
                 metadata={"weight_bytes": size.weight_bytes, "limit_bytes": self._memory_limit_bytes},
@@ -115,7 +115,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, str, int]]:
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(8), "little")
         if header_bytes > os.fstat(opened.fileno()).st_size:
-            raise ValueError(f"{file} is no safetensors file")
+            raise ValueError(f"{file} is not a safetensors file")
         header: dict[str, Any] = json.loads(opened.read(header_bytes))
     for name, tensor in header.items():
         if name != "__metadata__":

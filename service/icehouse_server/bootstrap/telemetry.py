@@ -148,8 +148,8 @@ def check_status_page(config: Config) -> None:
             Reason.ADDRESS_INSECURE,
             f"telemetry.metrics_host = {settings.metrics_host!r} can be reached from other machines, and "
             "telemetry.status_page_text_enabled shows parts of every tenant's prompts and outputs there, in "
-            "the clear and to whoever asks (TLS and credentials are of the API's port alone); use 127.0.0.1, "
-            "leave the text out, or say --allow-insecure-public if something else protects it",
+            "the clear and to anyone (TLS and credentials protect only the API's port); use 127.0.0.1, "
+            "turn the text off, or pass --allow-insecure-public if something else protects it",
             metadata={"host": settings.metrics_host},
         )
 
@@ -272,8 +272,8 @@ def _zmq_publisher(config: Config, clock: Clock) -> ZmqPublisher | None:
     if not (config.security.allow_insecure_public or _is_private(settings.zmq_endpoint)):
         raise StartError(
             Reason.ADDRESS_INSECURE,
-            f"kv_events.zmq_endpoint = {settings.zmq_endpoint!r} reaches other machines, in the clear "
-            "and whoever they are; use one on 127.0.0.1, or say --allow-insecure-public if something "
+            f"kv_events.zmq_endpoint = {settings.zmq_endpoint!r} is open to other machines, unencrypted "
+            "and without credentials; use one on 127.0.0.1, or pass --allow-insecure-public if something "
             "else protects it",
             metadata={"endpoint": settings.zmq_endpoint},
         )

@@ -141,9 +141,7 @@ def _pooled(table: Mapping[str, object], shared: Mapping[str, Any], *, source: s
         if name not in known:
             raise _unknown(f"key {name!r} in [[{MODELS}]] of {source}", name, [*known])
     if "model" not in table:
-        raise _invalid(
-            f"a table [[{MODELS}]] of {source} has no `model`; say which it is", field="models.model"
-        )
+        raise _invalid(f"a table [[{MODELS}]] of {source} has no `model`; set it", field="models.model")
     given = {name: known[name].parse(raw, source=source) for name, raw in table.items()}
     return PooledModelConfig(**{**shared, **given})
 
@@ -230,7 +228,7 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
     if config.model.adapter_path is not None and config.model.adapters:
         yield (
             "model.adapters",
-            "and model.adapter_path are both set: an adapter cannot be put on another; list both in "
+            "and model.adapter_path are both set: adapters cannot be stacked; list both in "
             "model.adapters and let requests choose",
         )
     yield from _wrong_models(config)
@@ -247,7 +245,7 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
         yield "server.uds", what
     page = config.telemetry
     if page.status_page_enabled and page.metrics_port is None:
-        yield "telemetry.metrics_port", "is not set, and telemetry.status_page_enabled needs it for the page"
+        yield "telemetry.metrics_port", "is not set, but telemetry.status_page_enabled needs it"
     if page.status_page_text_enabled and not page.status_page_enabled:
         what = "is off, and telemetry.status_page_text_enabled shows text on that page"
         yield "telemetry.status_page_enabled", what
@@ -257,12 +255,12 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
     except ValueError as error:
         yield "http.aliases", f"is wrong: {error}"
     if config.server.uds is None and config.http.port and config.http.port == config.server.port:
-        yield "http.port", f"and server.port are both {config.http.port}; HTTP and gRPC need a port each"
+        yield "http.port", f"and server.port are both {config.http.port}; HTTP and gRPC need different ports"
 
 
 def _wrong_models(config: Config) -> Iterator[tuple[str, str]]:
     if len(config.models) > _MODEL_LIMIT:
-        yield MODELS, f"are {len(config.models)}, and the limit is {_MODEL_LIMIT}"
+        yield MODELS, f"are {len(config.models)}; the limit is {_MODEL_LIMIT}"
     for model in config.models:
         if model.adapter_path is not None and model.adapters:
             yield (
@@ -270,15 +268,15 @@ def _wrong_models(config: Config) -> Iterator[tuple[str, str]]:
                 f"and adapter_path are both set for {model.model!r}; list both in adapters",
             )
         if model.tenants and not config.security.authenticates:
-            yield "models.tenants", "are set, and nobody has to prove who they are; set security.token_file"
+            yield "models.tenants", "are set, but callers need no credentials; set security.token_file"
     if config.worker_ports and not config.fleet.worker_enabled:
-        yield "models.worker_port", "is set, and no gateway is served; set fleet.worker_enabled"
+        yield "models.worker_port", "is set, but gateways are not served; set fleet.worker_enabled"
     ports = [port for port in (config.server.port, *config.worker_ports, config.http.port) if port]
     for port in config.worker_ports:
         if ports.count(port) > 1:
-            yield "models.worker_port", f"= {port} is another port, too; each needs its own"
+            yield "models.worker_port", f"= {port} is also another port; each needs its own"
     if len(config.models) > 1 and config.kv_events.zmq_topic is not None:
-        yield "kv_events.zmq_topic", "is set, and each of several models has a topic of its own; leave it out"
+        yield "kv_events.zmq_topic", "is set, but with several models each has its own topic; leave it out"
 
 
 def _half_sharing(cache: CacheConfig) -> Iterator[tuple[str, str]]:
@@ -287,7 +285,7 @@ def _half_sharing(cache: CacheConfig) -> Iterator[tuple[str, str]]:
     if not cache.has_ssd:
         yield (
             "cache.shared_url",
-            "is set without an SSD tier: blocks go to the object store and come from there as files of that "
+            "is set without an SSD tier: blocks go to and come from the object store as files of that "
             "tier; leave cache.ssd_enabled on",
         )
     if any(char in cache.shared_url for char in "@?#"):
@@ -305,12 +303,12 @@ def _half_security(security: SecurityConfig) -> Iterator[tuple[str, str]]:
     if security.tls_client_ca is not None and security.tls_certificate is None:
         yield (
             "security.tls_client_ca",
-            "is set without security.tls_certificate: clients show certificates over TLS only",
+            "is set without security.tls_certificate: clients can show certificates only over TLS",
         )
     if security.operators is not None and security.tls_client_ca is None:
         yield (
             "security.operators",
-            "names certificates, but security.tls_client_ca is not set; with tokens the role stands in the "
+            "names certificates, but security.tls_client_ca is not set; with tokens the role is in the "
             "token's line",
         )
 

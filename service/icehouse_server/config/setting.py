@@ -155,7 +155,7 @@ class Setting:
         if isinstance(value, int) and abs(value) > _GREATEST:
             raise ValueError("is a number of more than 64 bits")
         if self.choices and value not in self.choices:
-            raise ValueError(f"is none of {', '.join(map(str, self.choices))}")
+            raise ValueError(f"is not one of {', '.join(map(str, self.choices))}")
         if isinstance(value, int | float) and not isinstance(value, bool):
             below = self.minimum is not None and not value >= self.minimum
             above = self.maximum is not None and not value <= self.maximum
@@ -179,7 +179,7 @@ def _read(raw: object, kind: SettingKind) -> Value:
     match kind:
         case SettingKind.TEXT | SettingKind.PATH | SettingKind.CHOICE:
             if not isinstance(raw, str) or not raw.strip():
-                raise ValueError("is not a text")
+                raise ValueError("is not a string")
             return _expanded(raw) if kind is SettingKind.PATH else raw
         case SettingKind.SWITCH:
             switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
@@ -218,7 +218,7 @@ def _read_bytes(raw: object) -> int:
     found = _SIZE.match(raw) if isinstance(raw, str) else None
     size = math.inf if found is None else float(found[1]) * _UNIT_BYTES[(found[2] or "b").lower()]
     if not math.isfinite(size):
-        raise ValueError('is not a size; write bytes, or say "500MB" or "4GiB"')
+        raise ValueError('is not a size; write bytes, "500MB" or "4GiB"')
     return int(size)
 
 
@@ -231,9 +231,9 @@ def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
         parts = [part.partition("=") for part in names_in(raw)]
         pairs = [(name.strip(), path.strip()) for name, _, path in parts]
     else:
-        raise ValueError("is neither a table of folders nor a text such as name=folder,name=folder")
+        raise ValueError("is neither a table of folders nor a string such as name=folder,name=folder")
     if len(pairs) > _PATH_LIMIT:
-        raise ValueError(f"names {len(pairs)} folders, and the limit is {_PATH_LIMIT}")
+        raise ValueError(f"names {len(pairs)} folders; the limit is {_PATH_LIMIT}")
     named: dict[str, NamedPath] = {}
     for name, path in pairs:
         if _PATH_NAME.fullmatch(name) is None:
@@ -249,7 +249,7 @@ def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
 def _expanded(path: str) -> str:
     """Return a path with `~` replaced by the home folder; raise ValueError if it cannot be a path."""
     if "\0" in path:
-        raise ValueError("has a zero byte, which no path has")
+        raise ValueError("has a zero byte, which no path may have")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         raise ValueError("begins with the home folder of a user who does not exist")
@@ -259,7 +259,7 @@ def _expanded(path: str) -> str:
 def _read_names(raw: object) -> tuple[str, ...]:
     names = names_in(raw) if isinstance(raw, str) else raw
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError("is no list of names")
+        raise ValueError("is not a list of names")
     if len(set(names)) < len(names):
         raise ValueError("has a name twice")
     return tuple(names)

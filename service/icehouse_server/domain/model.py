@@ -107,7 +107,7 @@ class ModelInfo:
     device: str
     sees_images: bool = False
     """Whether prompts may contain images."""
-    image_refusal: str = "reads text alone"
+    image_refusal: str = "reads only text"
     """How the error describes the model if they may not."""
     runs_images_whole: bool = False
     """Whether each token of an image attends to the whole image, so that no pass may end inside one."""

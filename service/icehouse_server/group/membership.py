@@ -61,23 +61,23 @@ def membership_of(
     """
     entries = _read(hosts)
     if not isinstance(entries, list):
-        raise _invalid(f"the file {hosts} holds no list of hosts")
+        raise _invalid(f"the file {hosts} does not contain a list of hosts")
     ring = tuple(_addresses(entry, number, hosts) for number, entry in enumerate(entries))
     named = [address for addresses in ring for address in addresses]
     if twice := sorted({address for address in named if named.count(address) > 1}):
-        raise _invalid(f"{hosts} names {twice[0]} twice; each rank needs an address of its own")
+        raise _invalid(f"{hosts} names {twice[0]} twice; each rank needs its own address")
     if len(ring) < 2:
         raise _invalid(f"{hosts} names {len(ring)} hosts; a group has at least two")
     if rank is None and launched_as is not None and _NUMBER.fullmatch(launched_as):
         rank = int(launched_as)
     if rank is None or not 0 <= rank < len(ring):
         raise _invalid(
-            f"which of the {len(ring)} hosts is this? Say --group-rank 0 to {len(ring) - 1}, or let "
+            f"which of the {len(ring)} hosts is this? Pass --group-rank 0 to {len(ring) - 1}, or let "
             "mlx.launch set MLX_RANK"
         )
     if control is not None and not _is_address(control):
         raise ConfigError(
-            Reason.CONFIG_INVALID, f"group.control = {control!r} is no host:port", field="group.control"
+            Reason.CONFIG_INVALID, f"group.control = {control!r} is not host:port", field="group.control"
         )
     return Membership(rank, ring, control or f"{ring[0][0].rpartition(':')[0]}:{CONTROL_PORT}")
 

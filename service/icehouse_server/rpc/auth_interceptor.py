@@ -176,7 +176,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if row.message_byte_limit is not None and len(data) > row.message_byte_limit:
             raise InvalidRequest(
                 Reason.MESSAGE_MALFORMED,
-                f"the request has {len(data)} bytes; requests of this method have at most "
+                f"the request has {len(data)} bytes; the limit for this method is "
                 f"{row.message_byte_limit}; check the client's protos",
                 metadata={"size_bytes": len(data), "limit_bytes": row.message_byte_limit},
             )
@@ -186,7 +186,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         except DecodeError:
             raise InvalidRequest(
                 Reason.MESSAGE_MALFORMED,
-                f"the {len(data)} bytes of the request are no message of this method; check the client's "
+                f"the {len(data)} bytes of the request are not a message of this method; check the client's "
                 "protos",
                 metadata={"size_bytes": len(data)},
             ) from None
@@ -201,7 +201,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _full(self) -> Overloaded:
         return Overloaded(
             Reason.QUEUE_FULL,
-            f"the requests in flight fill the {self._memory.capacity} bytes kept for them, or your share "
+            f"requests in flight take up all {self._memory.capacity} bytes reserved for them, or your share "
             "of that; try again later",
             retry_after_s=RETRY_S,
             metadata={"request_memory_bytes": self._memory.capacity},
@@ -264,7 +264,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 def _endless(deadline_s: float | None) -> DeadlineExceeded:
     return DeadlineExceeded(
         Reason.DEADLINE_EXCEEDED,
-        f"the call brought no deadline and took longer than the {deadline_s:g} s of its method; send one, or "
+        f"the call had no deadline and took longer than this method's {deadline_s:g} s; set one, or "
         "ask for less",
         metadata={"deadline_s": f"{deadline_s:g}"},
     )
@@ -334,8 +334,8 @@ def check_fields(data: bytes, descriptor: Descriptor) -> None:
     if len(data) > LONG_MESSAGE_BYTES and has_more_fields(data, descriptor, limit=FIELD_LIMIT):
         raise InvalidRequest(
             Reason.MESSAGE_MALFORMED,
-            f"the {len(data)} bytes of the request have more than {FIELD_LIMIT} fields, those of the "
-            "messages in it included; send fewer, or shorter lists",
+            f"the {len(data)} bytes of the request have more than {FIELD_LIMIT} fields, counting those "
+            "of the messages in it; send fewer, or shorter lists",
             metadata={"size_bytes": len(data), "field_limit": FIELD_LIMIT},
         )
     if clash := clashing_fields(data, descriptor):

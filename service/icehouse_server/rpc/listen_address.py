@@ -141,7 +141,7 @@ def listen_for_http(config: HttpConfig, security: SecurityConfig) -> socket.sock
     if security.tls_client_ca is not None and security.token_file is None:
         raise StartError(
             Reason.ADDRESS_INSECURE,
-            "callers prove who they are by certificates (security.tls_client_ca), which cannot be shown over "
+            "callers authenticate with certificates (security.tls_client_ca), which cannot be done over "
             "HTTP; add tokens with --token-file, or leave --http-port out",
             metadata={"host": config.host},
         )
@@ -169,7 +169,7 @@ def _check_host(host: str, security: SecurityConfig) -> None:
     raise StartError(
         Reason.ADDRESS_INSECURE,
         f"{host} can be reached from other machines, and this server lacks {missing}; "
-        "set that up, listen on 127.0.0.1, or say --allow-insecure-public if something else protects it",
+        "set that up, listen on 127.0.0.1, or pass --allow-insecure-public if something else protects it",
         metadata={"host": host},
     )
 
@@ -286,9 +286,9 @@ def _check_socket(path: Path) -> None:
         return
     # gRPC would silently replace the socket of a running server.
     if not path.is_socket():
-        raise _uds_error(path, "a file that is no socket is there")
+        raise _uds_error(path, "a file that is not a socket is there")
     if _somebody_listens(path):
-        raise _uds_error(path, "another server listens there")
+        raise _uds_error(path, "another server is listening there")
 
 
 def _prepare_folder(path: Path) -> None:

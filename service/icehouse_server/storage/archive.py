@@ -177,14 +177,14 @@ class ArchiveReader:
     def finish(self) -> None:
         """Raise `ArchiveError` unless the archive is complete."""
         if not self.is_complete:
-            raise ArchiveError(f"it ends too early, after {self._position + len(self._buffer)} bytes")
+            raise ArchiveError(f"it ends too early: after {self._position + len(self._buffer)} bytes")
 
     def _next(self) -> Item | None:
         if not self._has_begun:
             if len(self._buffer) < len(MAGIC):
                 return None
             if self._take(len(MAGIC)) != MAGIC:
-                raise ArchiveError("it does not begin as an archive of Icehouse does")
+                raise ArchiveError("it does not begin like an Icehouse archive")
             self._has_begun, self._expected = True, (_Kind.HEADER,)
         if self._left_bytes:
             part = self._take(min(self._left_bytes, len(self._buffer)))
@@ -193,7 +193,7 @@ class ArchiveReader:
             return part or None
         if self.is_complete:
             if self._buffer:
-                raise ArchiveError(f"something follows its end at byte {self._position}")
+                raise ArchiveError(f"there is more data after its end at byte {self._position}")
             return None
         return self._next_record()
 
@@ -203,7 +203,7 @@ class ArchiveReader:
         position, kind = self._position, self._buffer[0]
         length = int.from_bytes(self._buffer[1:_PREFIX_BYTES], "little")
         if kind not in self._expected or length > RECORD_LIMIT_BYTES:
-            raise ArchiveError(f"it was altered: no record of its kind can be at byte {position}")
+            raise ArchiveError(f"it was altered: such a record cannot be at byte {position}")
         size_bytes = _PREFIX_BYTES + length + _CHECKSUM_BYTES
         if len(self._buffer) < size_bytes:
             return None
@@ -211,7 +211,7 @@ class ArchiveReader:
         record = self._take(size_bytes)
         body, checksum = record[:-_CHECKSUM_BYTES], record[-_CHECKSUM_BYTES:]
         if xxhash.xxh3_64_digest(body) != checksum:
-            raise ArchiveError(f"it was altered: the record at byte {position} has another checksum")
+            raise ArchiveError(f"it was altered: the checksum of the record at byte {position} is wrong")
         with _parsing_errors(position):
             fields = json.loads(body[_PREFIX_BYTES:])
             return self._read(_Kind(kind), fields, whole=whole)
@@ -229,11 +229,11 @@ class ArchiveReader:
             return entry
         if kind is _Kind.BLOCK_END:
             if fields[DIGEST_NAME] != self._file.hexdigest():
-                raise ValueError("the block before it has another checksum")
+                raise ValueError("the checksum of the block before it is wrong")
             self._expected = (_Kind.BLOCK, _Kind.TRAILER)
             return BlockEnd()
         if (fields[DIGEST_NAME], fields["block_count"]) != (whole, len(self._ends)):
-            raise ValueError("the whole has another checksum or count of blocks")
+            raise ValueError("its total checksum or number of blocks is wrong")
         self._expected = ()
         return Trailer(len(self._ends))
 
@@ -250,11 +250,11 @@ class ArchiveReader:
             adapter=None if adapter is None else _name(adapter, may_be_empty=True),
         )
         if entry.hash in self._ends:
-            raise ValueError("the block is there twice")
+            raise ValueError("the block occurs twice")
         if len(self._ends) >= BLOCK_LIMIT_COUNT:
             raise ValueError(f"there are more than {BLOCK_LIMIT_COUNT} blocks")
         if entry.start_token_index and self._ends.get(entry.parent) != entry.start_token_index:
-            raise ValueError("the block before it in its prompt is not before it here")
+            raise ValueError("the preceding block of its prompt does not come before it")
         return entry
 
     def _take(self, size_bytes: int) -> bytes:
@@ -293,14 +293,14 @@ def _header_of(fields: Mapping[str, object]) -> ArchiveHeader:
         )
     details = fields["details"]
     if not isinstance(details, dict) or not all(isinstance(value, str) for value in details.values()):
-        raise ValueError("its details are no texts")
+        raise ValueError("its details are not strings")
     limit = _number(fields["block_token_limit"], least=1, most=TOKEN_LIMIT)
     return ArchiveHeader(Fingerprint(_name(fields["fingerprint"])), limit, details)
 
 
 def _name(text: object, *, may_be_empty: bool = False) -> bytes:
     if not isinstance(text, str):
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not a string")
     name = bytes.fromhex(text)
     if len(name) != _NAME_BYTES and not (may_be_empty and not name):
         raise ValueError(f"a name has {len(name)} bytes, not {_NAME_BYTES}")
@@ -309,7 +309,7 @@ def _name(text: object, *, may_be_empty: bool = False) -> bytes:
 
 def _number(value: object, *, least: int = 0, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{value!r} is no number from {least} to {most}")
+        raise ValueError(f"{value!r} is not a number from {least} to {most}")
     return value
 
 

@@ -257,15 +257,15 @@ def distrust(info: FileInfo, *, is_folder: bool, may_have_links: bool = False) -
     `may_have_links`: a file that is only read may have other hard links.
     """
     if info.is_link:
-        return "is a link, which could lead to any file; remove it"
+        return "is a link, which could point to any file; remove it"
     if not (info.is_directory if is_folder else info.is_file):
-        return f"is no {'folder' if is_folder else 'plain file'}; remove it"
+        return f"is not a {'folder' if is_folder else 'plain file'}; remove it"
     if info.owner_id not in (0, os.geteuid()):
-        return f"belongs to user {info.owner_id}, who could change it; chown it"
+        return f"belongs to user {info.owner_id}, who could change it; run chown on it"
     if info.mode & _OTHERS_WRITE:
-        return f"has mode {info.mode:04o}, so others may write it; chmod go-w it"
+        return f"has mode {info.mode:04o}, so others may write it; run chmod go-w on it"
     if not is_folder and not may_have_links and info.name_count > 1:
-        return "is a hard link, so whatever else has this file would be changed too; remove it"
+        return "is a hard link, so the file's other names would change too; remove it"
     return ""
 
 
@@ -350,7 +350,7 @@ def in_time(action: Callable[[], Result]) -> Result:
     except TimeoutError as error:
         if ended.done():
             raise
-        raise TimeoutError(f"the disk does not answer for {TIME_LIMIT_S:g} s") from error
+        raise TimeoutError(f"the disk did not answer within {TIME_LIMIT_S:g} s") from error
 
 
 def _info(name: str, info: os.stat_result) -> FileInfo:

@@ -108,4 +108,4 @@ def test_dora_is_refused_with_the_reason(option: str, tmp_path: Path) -> None:
     with RankGroup(folder, tmp_path, options=(option, value)) as group:
         assert all(process.wait() != 0 for process in group.ranks)
     for rank in (0, 1):
-        assert "is a DoRA adapter, which needs the lengths of whole rows" in group.log(rank)
+        assert "is a DoRA adapter, which needs the norms of whole rows" in group.log(rank)

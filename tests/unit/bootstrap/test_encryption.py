@@ -104,8 +104,8 @@ def test_no_shell_reads_the_command(tmp_path: Path) -> None:
         ("cat 'unclosed", "cannot be run"),
         ("", "cannot be run"),
         (f"{sys.executable} -c 'import sys; sys.exit(\"locked\")'", "ended with 1: locked"),
-        ("true", "is no key"),
-        ("false", "it said nothing"),
+        ("true", "is not a key"),
+        ("false", "it printed nothing"),
     ],
 )
 def test_a_command_that_gives_no_key_is_told_as_it_ended(command: str, said: str) -> None:
@@ -149,7 +149,7 @@ def test_a_directory_that_takes_no_writes_is_read_with_the_key_that_is_there(
     refusing.is_armed = True
     with pytest.raises(StartError) as caught:
         open_cipher(config, cast("Files", refusing))
-    assert caught.value.reason is Reason.STORE_UNUSABLE, "there is no key yet, and none can be kept"
+    assert caught.value.reason is Reason.STORE_UNUSABLE, "there is not a key yet, and none can be kept"
     made = open_cipher(config, Files())
     found = open_cipher(config, cast("Files", refusing))
     assert made is not None and found is not None and found.key_id == made.key_id

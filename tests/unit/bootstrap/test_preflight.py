@@ -31,19 +31,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a key of no certificate": (
         {**CERTIFICATE, "security.tls_key": "junk"},
-        "with the key .*junk it makes no certificate",
+        "it cannot be loaded with the key .*junk",
     ),
     "authorities that are none": (
         {**CERTIFICATE, "security.tls_client_ca": "junk"},
-        "junk cannot be used: it holds no certificate of an authority",
+        "junk cannot be used: it has no CA certificate",
     ),
     "the cache's key that is not there": (
         {"cache.key_file": "missing"},
         "the key file .*missing cannot be read: No such file or directory",
     ),
-    "the cache's key that is none": ({"cache.key_file": "junk"}, "the key file .*junk is no key"),
+    "the cache's key that is none": ({"cache.key_file": "junk"}, "the key file .*junk is not a key"),
     "a command that gives no key": ({"cache.key_command": "false"}, "'false' ended with 1"),
-    "a store that is none": ({"cache.shared_url": "nowhere://at/all"}, "names no object store"),
+    "a store that is none": ({"cache.shared_url": "nowhere://at/all"}, "is not the URL of an object store"),
     "an adapter that is not there": (
         {"model.adapter_path": "missing"},
         "missing/adapter_config.json cannot be read: No such file or directory",
@@ -53,8 +53,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model.adapters": "a=missing"},
         "missing/adapter_config.json cannot be read: No such file or directory",
     ),
-    "images of no folder": ({"server.image_folders": "pictures"}, "which is no folder's whole path"),
-    "events for everybody": ({"kv_events.zmq_endpoint": "tcp://0.0.0.0:5557"}, "reaches other machines"),
+    "images of no folder": ({"server.image_folders": "pictures"}, "which is no plain absolute path"),
+    "events for everybody": ({"kv_events.zmq_endpoint": "tcp://0.0.0.0:5557"}, "is open to other machines"),
 }
 _PATHS = ("_file", "_certificate", "_key", "_ca", "_path")
 

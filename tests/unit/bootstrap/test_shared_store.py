@@ -16,7 +16,7 @@ def config(url: str, **flags):
 
 def test_a_url_that_names_no_store_is_refused() -> None:
     pytest.importorskip("obstore", reason="obstore comes with the extra shared")
-    with pytest.raises(ConfigError, match="names no object store") as caught:
+    with pytest.raises(ConfigError, match="is not the URL of an object store") as caught:
         open_shared_store(config("ftp://host/path"))
     assert caught.value.field == "cache.shared_url"
 

@@ -87,7 +87,7 @@ def test_a_server_downloads_no_model_that_its_memory_cannot_hold(tmp_path: Path,
         (HUB_ID, {"HF_ENDPOINT": "http://127.0.0.1:1"}, "the hub cannot be reached ("),
         (HUB_ID, {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached (HF_HUB_OFFLINE forbids it)"),
         ("org/other", {}, "the hub has no model org/other, or it is private"),
-        ("./folder", {}, "'./folder' is no id on the hub"),
+        ("./folder", {}, "'./folder' is not an id on the hub"),
     ],
 )
 def test_what_cannot_be_pulled_is_told_in_one_line(

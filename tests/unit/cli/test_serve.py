@@ -293,11 +293,11 @@ async def test_what_is_taken_is_told_before_a_model_is_looked_for(tmp_path: Path
     assert taken == "cache" or not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("why", ["it is no folder", "this user may not write there"])
+@pytest.mark.parametrize("why", ["it is not a folder", "this user may not write there"])
 async def test_a_cache_directory_that_cannot_be_is_told_before_a_model_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    if why == "it is no folder":
+    if why == "it is not a folder":
         (tmp_path / "file").touch()
     else:
         # Whoever runs the tests may write everywhere.

@@ -83,10 +83,10 @@ def test_an_empty_text_takes_an_optional_setting_away(tmp_path: Path) -> None:
     [
         ({"server.port": "70000"}, ["server.port", "70000", "--port", "0 to 65535"]),
         ({"server.port": "1e3"}, ["not a whole number"]),
-        ({"server.host": " "}, ["not a text"]),
+        ({"server.host": " "}, ["not a string"]),
         ({"server.drain_grace_s": "nan"}, ["not a finite number"]),
         ({"server.drain_grace_s": "-1"}, ["0 or more"]),
-        ({"model.dtype": "int8"}, ["none of auto, bfloat16"]),
+        ({"model.dtype": "int8"}, ["not one of auto, bfloat16"]),
         ({"cache.enabled": "perhaps"}, ["not true or false"]),
         ({"cache.kv_bits": "5"}, ["cache.kv_bits = 5", "0, 2, 3, 4, 6, 8"]),
         ({"cache.kv_group_size": "48"}, ["32, 64, 128"]),
@@ -113,7 +113,7 @@ def test_what_is_out_of_range_is_named_with_its_limit(flags: dict[str, str], wor
         ("[server]\nport = 1.5", ["not a whole number"]),
         ("[cache]\nenabled = 'maybe'", ["not true or false"]),
         ("[cache]\nram_bytes = 1.5", ["not a size"]),
-        ("[model]\nmodel = 7", ["not a text"]),
+        ("[model]\nmodel = 7", ["not a string"]),
     ],
 )
 def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -288,7 +288,7 @@ def test_adapters_are_a_table_in_the_file_and_a_list_elsewhere(tmp_path: Path) -
         ("sql=/a,sql=/b", "names 'sql' twice"),
         ("=/a", "has the name ''"),
         ("a b=/a", "has the name 'a b'"),
-        (",".join(f"a{i}=/a" for i in range(65)), "names 65 folders, and the limit is 64"),
+        (",".join(f"a{i}=/a" for i in range(65)), "names 65 folders; the limit is 64"),
     ],
 )
 def test_adapters_that_cannot_be_told_apart_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
@@ -298,7 +298,7 @@ def test_adapters_that_cannot_be_told_apart_are_refused(tmp_path: Path, text: st
 
 
 def test_an_adapter_for_all_and_adapters_to_choose_contradict_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be put on another"):
+    with pytest.raises(ConfigError, match="cannot be stacked"):
         _adapters(table='[model]\nadapter_path = "/a"\nadapters = { sql = "/b" }\n', tmp_path=tmp_path)
 
 

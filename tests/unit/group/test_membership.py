@@ -62,9 +62,9 @@ def test_the_launcher_names_the_rank_where_nobody_does(tmp_path: Path) -> None:
         ("", "is not valid JSON: Expecting value"),
         (b"\xff\xfe", "is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
         ("[" * 100_000, "is not valid JSON: it is nested too deeply"),
-        ("7", "holds no list of hosts"),
-        ("null", "holds no list of hosts"),
-        ({"hosts": RING}, "holds no list of hosts"),
+        ("7", "does not contain a list of hosts"),
+        ("null", "does not contain a list of hosts"),
+        ({"hosts": RING}, "does not contain a list of hosts"),
         ([], "names 0 hosts"),
         ([["10.0.0.1:5000"]], "names 1 hosts"),
         ([[], ["10.0.0.1:5000"]], r"host 0, \[\], is neither"),
@@ -116,7 +116,7 @@ def test_the_home_of_nobody_is_told_in_plain_words() -> None:
 
 @pytest.mark.parametrize("control", ["10.0.0.1", "10.0.0.1:", ":7", "10.0.0.1:x", "10.0.0.1:65536", ""])
 def test_what_is_no_address_of_the_channel_is_refused(tmp_path: Path, control: str) -> None:
-    with pytest.raises(ConfigError, match=f"group.control = '{control}' is no host:port"):
+    with pytest.raises(ConfigError, match=f"group.control = '{control}' is not host:port"):
         read(tmp_path, RING, control=control)
 
 

@@ -69,7 +69,7 @@ async def test_unix_socket_serves_its_owner_only_and_goes_away(tmp_path: Path) -
 async def test_second_server_does_not_take_the_socket(tmp_path: Path) -> None:
     path = tmp_path / "s"
     async with running(uds=str(path)) as served:
-        assert "another server listens" in (await start_error(uds=str(path))).message
+        assert "another server is listening" in (await start_error(uds=str(path))).message
         assert (await served.inference.Generate(REQUEST)).text == " w0"
 
 
@@ -83,7 +83,7 @@ async def test_socket_left_by_a_killed_server_is_replaced(tmp_path: Path) -> Non
 
 async def test_impossible_socket_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
-    assert "no socket" in (await start_error(uds=str(tmp_path / "file"))).message
+    assert "not a socket" in (await start_error(uds=str(tmp_path / "file"))).message
     assert (tmp_path / "file").read_text() == "precious"
     assert "does not exist" in (await start_error(uds=str(tmp_path / "no" / "no" / "s"))).message
     assert "limit is 103" in (await start_error(uds="/tmp/" + "x" * 100)).message

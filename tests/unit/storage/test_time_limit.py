@@ -27,7 +27,7 @@ def test_an_action_that_does_not_end_is_left_to_itself(monkeypatch: pytest.Monke
         goes_on.wait()
         ended.set()
 
-    with pytest.raises(TimeoutError, match="does not answer"):
+    with pytest.raises(TimeoutError, match="did not answer"):
         in_time(wait)
     goes_on.set()
     assert ended.wait(100), "nobody waits, but it goes on"

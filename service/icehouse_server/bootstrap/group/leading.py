@@ -81,14 +81,14 @@ def _check_served(config: Config) -> None:
 def check_shardable(model: ModelSource, config: Config) -> None:
     """Raise ModelError for a model that a group does not serve."""
     if sees_images(model.path):
-        raise model_invalid(f"the model in {model.path} sees images, which a group does not serve")
+        raise model_invalid(f"the model in {model.path} reads images, which a group does not serve")
     paths = [named.path for named in config.model.adapters]
     for path in (*paths, *filter(None, [config.model.adapter_path])):
         config_file = Path(path) / "adapter_config.json"
         if read_json(config_file).get("fine_tune_type") == "dora":
             raise model_invalid(
-                f"the adapter in {path} is a DoRA adapter, which needs the lengths of whole rows, and a rank "
-                "has parts of them; serve it on one machine, or train it as LoRA"
+                f"the adapter in {path} is a DoRA adapter, which needs the norms of whole rows, but a rank "
+                "has only parts of them; serve it on one machine, or train it as LoRA"
             )
 
 

@@ -40,7 +40,7 @@ class Caller:
         if self.role is not CallerRole.OPERATOR:
             raise Forbidden(
                 Reason.OPERATOR_ONLY,
-                f"{what} concerns every tenant and is left to operators; {self.tenant!r} is none",
+                f"{what} concerns every tenant, so only operators may call it; {self.tenant!r} is not one",
                 metadata={"tenant": self.tenant, "role": self.role.value},
             )
 

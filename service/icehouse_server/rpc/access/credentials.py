@@ -76,7 +76,7 @@ class ServerSecurity:
             self.credentials = self._certificates.credentials()
             if self._certificates.key_is_open_to_others:
                 _logger.warning(
-                    "open_private_key_read", extra={"detail": "other users may read it; chmod 600 mends that"}
+                    "open_private_key_read", extra={"detail": "other users may read it; run chmod 600 on it"}
                 )
 
     async def run(self) -> None:
@@ -147,13 +147,13 @@ class ServerSecurity:
         if not given:
             raise Unauthenticated(
                 Reason.CREDENTIALS_MISSING,
-                "this server wants a token; send the metadata `authorization: Bearer <token>`",
+                "this server requires a token; send the metadata `authorization: Bearer <token>`",
             )
         if len(given) > 1 or not isinstance(given[0], str) or given[0][: len(_SCHEME)].lower() != _SCHEME:
-            raise _invalid("the metadata `authorization` must be there once and read `Bearer <token>`")
+            raise _invalid("the metadata must have `authorization` exactly once, as `Bearer <token>`")
         caller = tokens.find(given[0][len(_SCHEME) :].strip(), now=self._clock.wall())
         if caller is None:
-            raise _invalid("the token is not known here or has expired; ask the server's operator for one")
+            raise _invalid("the token is unknown or has expired; ask the server's operator for one")
         return caller
 
     def _by_name(self, auth_context: AuthContext) -> Caller:
@@ -208,7 +208,7 @@ class Certificates:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_verify_locations(cadata=found.decode("ascii", "ignore"))
         except (ssl.SSLError, ValueError) as error:
-            raise _error(self._client_ca, f"it holds no certificate of an authority ({error})") from error
+            raise _error(self._client_ca, f"it has no CA certificate ({error})") from error
         with self._lock:
             self._authorities = found
             self._configure()
@@ -272,7 +272,7 @@ class Certificates:
             context.load_cert_chain(self._certificate, self._key, password="")
         except (ssl.SSLError, OSError) as error:
             raise _error(
-                self._certificate, f"with the key {self._key} it makes no certificate ({error})"
+                self._certificate, f"it cannot be loaded with the key {self._key} ({error})"
             ) from error
 
 

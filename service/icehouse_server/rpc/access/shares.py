@@ -78,7 +78,7 @@ class FairShare(_Held):
         if held >= self._most:
             return Overloaded(
                 Reason.QUEUE_FULL,
-                f"{held} {self._what} in flight are yours, as many as one caller may have; end one, or try "
+                f"you have {held} {self._what} in flight, the most for one caller; end one, or try "
                 "again later",
                 retry_after_s=RETRY_S,
                 metadata={"yours": held, "limit": self._most},

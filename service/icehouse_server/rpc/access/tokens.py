@@ -79,7 +79,7 @@ class TokenFile:
         except OSError as error:
             raise self._error(error.strerror or "it cannot be read") from error
         if file.mode & 0o022:
-            raise self._error("others than its owner may write it; chmod 600 mends that")
+            raise self._error("users other than its owner may write it; run chmod 600 on it")
         content = file.content
         if content == self._content:
             return False
@@ -107,7 +107,7 @@ class TokenFile:
             except ValueError as error:
                 raise self._error(f"line {number}: {error}") from error
             if token.digest in tokens:
-                raise self._error(f"line {number}: this token stands further up already")
+                raise self._error(f"line {number}: this token is already listed above")
             tokens[token.digest] = token
         if len(tokens) > TOKEN_COUNT_LIMIT:
             raise self._error(f"it has {len(tokens)} tokens, the limit is {TOKEN_COUNT_LIMIT}")
@@ -125,7 +125,7 @@ def _token_of(line: str) -> AccessToken:
     parts = dict(part.partition("=")[::2] for part in line.split())
     unknown = parts.keys() - {"sha256", "tenant", "role", "expires"}
     if unknown:
-        raise ValueError(f"{sorted(unknown)[0]!r} is none of sha256, tenant, role, expires")
+        raise ValueError(f"{sorted(unknown)[0]!r} is not one of sha256, tenant, role, expires")
     digest, tenant = parts.get("sha256", ""), parts.get("tenant", "")
     if _HASH_PATTERN.fullmatch(digest) is None:
         raise ValueError("sha256= must have 64 hex digits; `icehouse token new` writes such a line")

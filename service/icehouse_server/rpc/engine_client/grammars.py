@@ -96,7 +96,7 @@ class GrammarCompilers:
     def _too_slow(self, field: str) -> IcehouseError:
         return InvalidRequest(
             Reason.GRAMMAR_TOO_COMPLEX,
-            f"{field} was not compiled within {self._timeout_s:g} s; simplify it",
+            f"{field} could not be compiled within {self._timeout_s:g} s; simplify it",
             field=field,
             metadata={"timeout_s": f"{self._timeout_s:g}"},
         )
@@ -104,7 +104,7 @@ class GrammarCompilers:
     def _busy(self) -> IcehouseError:
         return Overloaded(
             Reason.QUEUE_FULL,
-            f"{self._turns.waiting_count} response formats wait to be compiled; try again later",
+            f"{self._turns.waiting_count} response formats are waiting to be compiled; try again later",
             retry_after_s=_RETRY_S,
             metadata={"waiting": self._turns.waiting_count, "waiting_limit": WAITING_LIMIT},
         )

@@ -201,7 +201,7 @@ class OpenRequests:
         if owner_count > 1:
             raise InvalidRequest(
                 Reason.PARAMETER_OUT_OF_RANGE,
-                f"{owner_count} tenants have a request {request_id!r}; say whose by `tenant`",
+                f"{owner_count} tenants have a request {request_id!r}; name one in `tenant`",
                 field="tenant",
                 metadata={"request_id": request_id, "tenant_count": owner_count},
             )

@@ -81,7 +81,7 @@ class Router:
         if request_id in self._outboxes:
             raise AlreadyExists(
                 Reason.REQUEST_ID_IN_USE,
-                f"a request of yours named {name_of(request_id)!r} is running; choose another request_id",
+                f"you already have a running request {name_of(request_id)!r}; choose another request_id",
                 field="request_id",
                 metadata={"request_id": name_of(request_id)},
             )

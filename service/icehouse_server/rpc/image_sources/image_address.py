@@ -89,7 +89,7 @@ class SourceRules:
         known = ['"data:image/png;base64,..."']
         known += ["a file: URL of an allowed folder"] if self.folders else []
         known += ["an http(s) URL of an allowed host"] if self.hosts else []
-        raise refused(field, f"begins with {uri[:12]!r}; here it may be {' or '.join(known)}")
+        raise refused(field, f"begins with {uri[:12]!r}; this server accepts {' or '.join(known)}")
 
     def web_address_of(self, uri: str, *, field: str) -> WebAddress:
         """Return what an http(s) URL names, which may come from a redirect; raises InvalidRequest."""
@@ -97,13 +97,13 @@ class SourceRules:
         try:
             name, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
         except (ValueError, KeyError):
-            raise refused(field, "is no http(s) URL of a host") from None
+            raise refused(field, "is not an http(s) URL with a host") from None
         if "@" in parts.netloc:
-            raise refused(field, "has a user's name in its URL; the server sends no credentials")
+            raise refused(field, "has a user name in its URL; the server sends no credentials")
         literal = ip_address_of(name)
         host = name if literal is None else str(literal)
         if not self._allows(host, port, scheme=parts.scheme):
-            raise refused(field, "is of a host, or a port of it, that the server asks for no images")
+            raise refused(field, "is on a host or port that the server may not fetch images from")
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         return WebAddress(parts.scheme == "https", host, port, target, uri)
 
@@ -123,13 +123,13 @@ class SourceRules:
     def _file(self, uri: str, field: str) -> FileAddress:
         parts = _split(uri, field)
         if parts.netloc.lower() not in ("", "localhost") or parts.query or "?" in uri or "#" in uri:
-            raise refused(field, "is no file: URL of a path, such as file:///srv/pictures/cat.png")
+            raise refused(field, "is not a file: URL with a path, such as file:///srv/pictures/cat.png")
         name = urllib.parse.unquote(parts.path, errors="surrogateescape")
         # Two leading slashes are treated as one, although POSIX leaves their meaning to the system.
         path = PurePosixPath(f"/{name.lstrip('/')}")
         above = [each for each in self.folders if PurePosixPath(each) in path.parents]
         if not above or not name.startswith("/") or ".." in path.parts or "\0" in name:
-            raise refused(field, "is in no folder that the server reads images from")
+            raise refused(field, "is not in a folder that the server may read images from")
         folder = max(above, key=len)
         return FileAddress(folder, path.relative_to(folder).parts)
 
@@ -157,13 +157,13 @@ def is_public(address: IpAddress) -> bool:
 
 def _split(uri: str, field: str) -> urllib.parse.SplitResult:
     if len(uri) > _LENGTH_LIMIT:
-        raise refused(field, f"has a URL of {len(uri)} characters; it may have {_LENGTH_LIMIT}")
+        raise refused(field, f"has a URL of {len(uri)} characters; the limit is {_LENGTH_LIMIT}")
     if _PRINTABLE.fullmatch(uri) is None or "\\" in uri:
         raise refused(field, "has a URL with a character that must be written as %XX")
     try:
         return urllib.parse.urlsplit(uri)
     except ValueError:
-        raise refused(field, "has a URL that cannot be read") from None
+        raise refused(field, "has a URL that cannot be parsed") from None
 
 
 Item = TypeVar("Item")
@@ -192,7 +192,7 @@ def read_image_folders(text: str | None) -> tuple[str, ...]:
     folders = tuple(os.path.expanduser(part) for part in _parts(text))
     for folder in folders:
         if not os.path.isabs(folder) or os.path.normpath(folder) != folder.rstrip("/") or "\0" in folder:
-            raise ValueError(f"lists {folder!r}, which is no folder's whole path, such as /srv/pictures")
+            raise ValueError(f"lists {folder!r}, which is no plain absolute path, such as /srv/pictures")
     return tuple(folder.rstrip("/") for folder in folders)
 
 
@@ -218,10 +218,10 @@ def _host_of(part: str) -> ImageHost:
         split = urllib.parse.urlsplit(f"//{part}")
         name, port = split.hostname or "", split.port
     except ValueError:
-        raise ValueError(f"lists {part!r}, whose port is none from 1 to 65535") from None
+        raise ValueError(f"lists {part!r}, whose port is not from 1 to 65535") from None
     address = ip_address_of(name)
     if port == 0 or split.netloc != part or "@" in part or (address is None and not _NAME.fullmatch(name)):
-        raise ValueError(f"lists {part!r}, which is no host; write images.example.org or 10.0.0.7:8080")
+        raise ValueError(f"lists {part!r}, which is not a host; write images.example.org or 10.0.0.7:8080")
     return ImageHost(name if address is None else str(address), port)
 
 
@@ -233,7 +233,7 @@ def refused(field: str, complaint: str, **facts: object) -> InvalidRequest:
 
 def too_long(field: str, limit_bytes: int) -> InvalidRequest:
     """Return the error for an image that exceeds the size limit."""
-    complaint = f"has more than {limit_bytes} bytes, the most that an image may have"
+    complaint = f"has more than {limit_bytes} bytes, the limit for an image"
     return refused(field, complaint, limit_bytes=limit_bytes)
 
 

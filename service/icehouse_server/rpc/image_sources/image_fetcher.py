@@ -144,7 +144,7 @@ def read_file(address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
     into the folder must not choose what else the server reads. A path that is missing, forbidden or not a
     file gets the same error. Not on the event loop.
     """
-    unreadable = refused(field, "is no file that the server can read; links, hard ones too, are not followed")
+    unreadable = refused(field, "is not a file the server can read; links, hard ones too, are not followed")
     with contextlib.ExitStack() as opened:
 
         def opening(path: str, flags: int, *, folder: int | None = None) -> int:
@@ -236,7 +236,7 @@ class WebReader:
                 _check(response.status, headers, limit_bytes=limit_bytes, field=field)
                 return await _body(response, limit_bytes=limit_bytes, field=field)
         except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
-            complaint = "cannot be fetched: its host cannot be reached, or proves no name by TLS"
+            complaint = "cannot be fetched: its host cannot be reached, or its TLS certificate is not valid"
             raise unreachable(field, complaint) from error
         except (httpcore2.NetworkError, httpcore2.RemoteProtocolError) as error:
             raise _broken_off(field) from error
@@ -253,7 +253,7 @@ class WebReader:
             if self._rules.reaches(ip, address.port, host=address.host, is_secure=address.is_secure)
         ]
         if not allowed:
-            raise refused(field, "is of a host whose name has no public address, and none that is allowed")
+            raise refused(field, "is on a host whose name has no public or allowed address")
         return allowed[:_ADDRESS_COUNT]
 
     def _next(self, address: WebAddress, location: str, field: str) -> WebAddress:
@@ -262,7 +262,7 @@ class WebReader:
         except ValueError:
             uri = ""
         if not uri.lower().startswith(("https:", "http:")):
-            raise refused(field, "is redirected to what is no http(s) URL")
+            raise refused(field, "is redirected to something that is not an http(s) URL")
         found = self._rules.web_address_of(uri, field=field)
         if address.is_secure and not found.is_secure:
             raise refused(field, "is redirected from https to http")
@@ -302,10 +302,10 @@ def _check(status: int, headers: Mapping[str, str], *, limit_bytes: int, field: 
     if status != 200:
         raise refused(field, f"cannot be fetched: its host answers {status}", status=status)
     if headers.get("content-encoding", "identity").lower() != "identity":
-        raise refused(field, "comes compressed a second time, though it was asked for as it is")
+        raise refused(field, "was sent compressed, though it was requested uncompressed")
     media_type = headers.get("content-type", "").partition(";")[0].strip()
     if _MEDIA_TYPE.fullmatch(media_type) is None:
-        raise refused(field, "is no image by what its host says of it (Content-Type)")
+        raise refused(field, "is not an image, according to its Content-Type")
     if int(headers.get("content-length", "0")) > limit_bytes:
         raise too_long(field, limit_bytes)
 
@@ -322,5 +322,5 @@ async def _body(response: httpcore2.Response, *, limit_bytes: int, field: str) -
 
 
 def _broken_off(field: str) -> SourceUnreachable:
-    complaint = "cannot be fetched: its host broke the connection off, or does not answer as HTTP has it"
+    complaint = "cannot be fetched: its host closed the connection, or its answer is not valid HTTP"
     return unreachable(field, complaint)

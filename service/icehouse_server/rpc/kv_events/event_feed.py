@@ -201,8 +201,8 @@ class Channel:
         if first - 1 <= number <= self.last_number:
             return
         detail = (
-            f"the events after number {number} are not kept, those of {first} to {self.last_number} are; "
-            "forget what was told and subscribe from 0"
+            f"events after number {number} are no longer kept, only {first} to {self.last_number}; "
+            "forget the earlier ones and subscribe from 0"
         )
         numbers = {"number": number, "first_number": first, "last_number": self.last_number}
         if began:

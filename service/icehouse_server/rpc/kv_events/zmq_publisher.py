@@ -89,7 +89,7 @@ class ZmqPublisher:
             self._context.destroy(linger=0)
             raise StartError(
                 Reason.ADDRESS_IN_USE,
-                f"the ZeroMQ endpoint {self._endpoint!r} cannot be had: {error}; "
+                f"the ZeroMQ endpoint {self._endpoint!r} cannot be opened: {error}; "
                 "choose another kv_events.zmq_endpoint",
                 metadata={"endpoint": self._endpoint},
             ) from error

@@ -99,7 +99,7 @@ def is_stable(chat: prompt_pb2.ChatPrompt, *, default: bool) -> bool:
 def check_no_tools(tools: Sequence[tool_pb2.Tool], choice: tool_pb2.ToolChoice | None) -> None:
     """Refuse tools or a tool choice if the prompt is not a conversation."""
     if tools:
-        message = f"{len(tools)} tools are offered, but the prompt is no conversation; send `chat`"
+        message = f"{len(tools)} tools are offered, but the prompt is not a conversation; send `chat`"
         raise _invalid(_TOOL, message, "prompt.tools")
     _choice_of(choice, ())
 
@@ -107,12 +107,12 @@ def check_no_tools(tools: Sequence[tool_pb2.Tool], choice: tool_pb2.ToolChoice |
 def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
     """Return the tools on offer; raises InvalidRequest."""
     if len(protos) > TOOL_COUNT_LIMIT:
-        message = f"{len(protos)} tools are offered; at most {TOOL_COUNT_LIMIT} may be"
+        message = f"{len(protos)} tools are offered; the limit is {TOOL_COUNT_LIMIT}"
         facts = {"tool_count": len(protos), "tool_count_limit": TOOL_COUNT_LIMIT}
         raise InvalidRequest(Reason.TOOL_INVALID, message, field="prompt.tools", metadata=facts)
     size = sum(len(proto.parameters_json) + len(proto.description) for proto in protos)
     if size > TOOL_BYTES_LIMIT:
-        message = f"the tools on offer have {size} characters; at most {TOOL_BYTES_LIMIT} may be"
+        message = f"the tools on offer have {size} characters; the limit is {TOOL_BYTES_LIMIT}"
         facts = {"size_bytes": size, "limit_bytes": TOOL_BYTES_LIMIT}
         raise InvalidRequest(Reason.TOOL_INVALID, message, field="prompt.tools", metadata=facts)
     tools: dict[str, Tool] = {}
@@ -149,14 +149,14 @@ def _choice_of(proto: tool_pb2.ToolChoice | None, tools: Sequence[Tool]) -> Tool
         return ToolChoice()
     mode = enum_of(proto.mode, tool_pb2.ToolChoiceMode, ToolMode, unset=ToolMode.AUTO)
     if mode is None:
-        _refuse(_CHOICE, "tool_choice.mode", f"is {int(proto.mode)}; it is no ToolChoiceMode of this API")
+        _refuse(_CHOICE, "tool_choice.mode", f"is {int(proto.mode)}; it is not a ToolChoiceMode of this API")
     offered_names = {tool.name for tool in tools}
     for index, name in enumerate(proto.allowed):
         if mode not in (ToolMode.AUTO, ToolMode.REQUIRED):
             wanted = "TOOL_CHOICE_MODE_AUTO or TOOL_CHOICE_MODE_REQUIRED"
             _refuse(_CHOICE, "tool_choice.allowed", f"is set; it needs the mode {wanted}")
         if name not in offered_names:
-            complaint = f"is {shown(name)}; it is none of the tools offered"
+            complaint = f"is {shown(name)}; it is not one of the tools offered"
             _refuse(_CHOICE, f"tool_choice.allowed[{index}]", complaint)
     is_parallel = proto.parallel_tool_calls or not proto.HasField("parallel_tool_calls")
     if mode is not ToolMode.NAMED:
@@ -169,7 +169,7 @@ def _choice_of(proto: tool_pb2.ToolChoice | None, tools: Sequence[Tool]) -> Tool
         return ToolChoice(mode, allowed=frozenset(proto.allowed), is_parallel=is_parallel)
     if proto.name not in offered_names:
         offered = shown(", ".join(tool.name for tool in tools)) if tools else "none"
-        complaint = f"is {shown(proto.name)}; it is none of the tools offered: {offered}"
+        complaint = f"is {shown(proto.name)}; it is not one of the tools offered: {offered}"
         _refuse(_CHOICE, "tool_choice.name", complaint)
     return ToolChoice(mode, proto.name, is_parallel=is_parallel)
 
@@ -256,7 +256,9 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
     detail = enum_of(image.detail, prompt_pb2.ImageDetail, ImageDetail, unset=ImageDetail.AUTO)
     if detail is None:
         number = int(image.detail)
-        raise _bad_image(f"{field}.detail is {number}; it is no ImageDetail of this API", f"{field}.detail")
+        raise _bad_image(
+            f"{field}.detail is {number}; it is not an ImageDetail of this API", f"{field}.detail"
+        )
     source = image.WhichOneof("source")
     if source == "data" and image.data:
         return ImageSource(image.data, image.media_type, field, detail=detail)
@@ -296,7 +298,7 @@ def _from_base64(text: str) -> bytes:
 
 def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
     if not call.name:
-        _refuse(_CHAT, f"{field}.name", "is empty; a call names its tool")
+        _refuse(_CHAT, f"{field}.name", "is empty; a call must name its tool")
     made = ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json or "{}")
     try:
         _object_of(made.arguments_json)
@@ -312,7 +314,7 @@ def _arguments_of(struct: Struct) -> dict[str, Any]:
     try:
         arguments = uniform(MessageToDict(struct))
     except ValueError:
-        complaint = "has a number that is not finite, which JSON has not"
+        complaint = "has a number that is not finite, which JSON does not allow"
         _refuse(_CHAT, "prompt.chat.template_arguments", complaint)
     assert isinstance(arguments, dict), "a Struct is an object"
     return arguments
@@ -322,7 +324,7 @@ def _check_count(count: int, limit: int, *, what: str, field: str) -> None:
     if count > limit:
         raise InvalidRequest(
             Reason.CHAT_INVALID,
-            f"{field} has {count} {what}; at most {limit} may be",
+            f"{field} has {count} {what}; the limit is {limit}",
             field=field,
             metadata={"field": field, "count": count, "limit": limit},
         )
@@ -357,13 +359,13 @@ def _object_of(text: str) -> dict[str, Any]:
         # JSON can contain half of a surrogate pair, which cannot be encoded.
         json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
-        raise _NoObject(f"is no JSON: {error.msg} at character {error.pos}") from None
+        raise _NoObject(f"is not JSON: {error.msg} at character {error.pos}") from None
     except UnicodeEncodeError:
-        raise ValueError("has half of a surrogate pair in it") from None
+        raise ValueError("contains half of a surrogate pair") from None
     except RecursionError:
-        raise ValueError("is nested too deep") from None
+        raise ValueError("is nested too deeply") from None
     if not isinstance(parsed, dict):
-        raise _NoObject(f"is no JSON object but a {type(parsed).__name__}")
+        raise _NoObject(f"is not a JSON object but a {type(parsed).__name__}")
     return parsed
 
 

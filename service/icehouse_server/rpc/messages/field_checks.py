@@ -108,7 +108,7 @@ def check_kind(info: ModelInfo, wanted: ModelKind) -> None:
 
 
 _USES = {
-    ModelKind.EMBEDDING: "it makes vectors of texts; use EmbeddingService.Embed, or /v1/embeddings over HTTP",
+    ModelKind.EMBEDDING: "it embeds texts; use EmbeddingService.Embed, or /v1/embeddings over HTTP",
     ModelKind.RERANK: "it scores documents for a query; use RerankService.Rerank, or /v1/rerank over HTTP",
 }
 

@@ -174,8 +174,8 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         if not ready:
             raise Unavailable(
                 Reason.MODEL_NOT_LOADED,
-                "no model is loaded, and blocks are checked by a loaded one; load one, or run "
-                "`icehouse cache verify` beside the server",
+                "no model is loaded, and only a loaded one can check blocks; load one, or run "
+                "`icehouse cache verify` on the server's machine",
                 field="model",
                 metadata={"model": wanted},
             )

@@ -151,7 +151,7 @@ class CacheTransfer:
         except TimeoutError:
             raise DeadlineExceeded(
                 Reason.MESSAGE_LATE,
-                f"nothing of the archive came for {self._timeout_s:g} s; send it faster",
+                f"no data of the archive arrived for {self._timeout_s:g} s; send it faster",
                 metadata={"stall_timeout_s": f"{self._timeout_s:g}"},
             ) from None
 

@@ -67,7 +67,7 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
         if not info.embedding_size:
             raise CannotFit(
                 Reason.EMBEDDING_UNSUPPORTED,
-                f"model {info.model_id!r} ({info.architecture}) shows no hidden states to pool",
+                f"model {info.model_id!r} ({info.architecture}) exposes no hidden states to pool",
                 metadata={"model": info.model_id, "architecture": info.architecture},
             )
         limit = self._config.max_embedding_inputs
@@ -98,7 +98,7 @@ def _pooling_of(pooling: messages.Pooling.ValueType, info: ModelInfo) -> Pooling
     if found is None:
         refuse_value("pooling", int(pooling), "a Pooling of this API version")
     if pooling and info.runs_whole:
-        refuse_value("pooling", int(pooling), "absent: this model was trained with a rule of its own")
+        refuse_value("pooling", int(pooling), "absent: this model was trained with its own pooling")
     return found
 
 

@@ -437,8 +437,8 @@ async def _grammar(
             return await grammars.compile(form)
         raise InvalidRequest(
             Reason.RESPONSE_FORMAT_INVALID,
-            "response_format is set, and the tools constrain the output as well, which goes together only "
-            "where the format is JSON and the model marks its calls in its text; leave one out",
+            "response_format is set, and the tools constrain the output too, which works together only "
+            "if the format is JSON and the model marks its calls in its text; leave one out",
             field="response_format",
         )
     for each in dict.fromkeys((call_form, loosened(call_form, chat.conversation))):
@@ -464,7 +464,7 @@ def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) 
     if limit is not None and (reasoning is None or not reasoning.end_token_ids):
         raise InvalidRequest(
             Reason.UNSUPPORTED,
-            f"max_reasoning_tokens is {limit}, but this model marks no end of its reasoning; leave it out",
+            f"max_reasoning_tokens is {limit}, but this model does not mark where reasoning ends; omit it",
             field="max_reasoning_tokens",
             metadata={"max_reasoning_tokens": limit},
         )

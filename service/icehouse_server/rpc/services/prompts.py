@@ -401,8 +401,8 @@ def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) ->
         return
     raise InvalidRequest(
         Reason.TOKEN_OUT_OF_RANGE,
-        f"the prompt spells the token {largest}, {shown(model.tokenizer.piece(largest))}, which the "
-        f"tokenizer has and the model has not; token ids of this model are 0 to {size - 1}",
+        f"the prompt contains the token {largest}, {shown(model.tokenizer.piece(largest))}, which the "
+        f"tokenizer knows but the model does not; token ids of this model are 0 to {size - 1}",
         field=field,
         metadata={"token_id": largest, "vocabulary_size": size},
     )

@@ -110,7 +110,7 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
                 raise InvalidRequest(
                     Reason.CHAT_INVALID,
                     "the model's chat template lets every reply begin with reasoning, so its first token is "
-                    "no answer; say in `text` how a prompt is made",
+                    "not an answer; set `text` to a prompt of your own",
                     field="turns",
                 )
             prompts.append(prompt.token_ids)
@@ -228,12 +228,12 @@ def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
     if not info.has_chat_template:
         raise InvalidRequest(
             Reason.CHAT_TEMPLATE_MISSING,
-            f"the model {info.model_id!r} has no chat template; say in `text` how a prompt is made",
+            f"the model {info.model_id!r} has no chat template; set `text` to a prompt of your own",
             field="text",
         )
     turns = request.turns if kind == "turns" else _DEFAULT_TURNS
     if not turns.user:
-        refuse_value("turns.user", "", "the user's turn: no conversation is without one")
+        refuse_value("turns.user", "", "the user's turn, which every conversation needs")
     _check_placeholders("turns", f"{turns.system}\n{turns.user}")
     return RerankForm(turns, "", known)
 
@@ -247,7 +247,7 @@ def _check_placeholders(field: str, template: str) -> None:
         raise InvalidRequest(
             Reason.PARAMETER_OUT_OF_RANGE,
             # The message does not show the form: it is most of a prompt.
-            f"`{field}` must have {wanted} in it",
+            f"`{field}` must contain {wanted}",
             field=field,
             metadata={"field": field, "wanted": wanted},
         )

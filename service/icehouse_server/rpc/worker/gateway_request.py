@@ -34,12 +34,12 @@ from icehouse_server.rpc.messages.field_checks import (
 from icehouse_server.rpc.messages.options import CHOICE_TEXT_LIMIT, LOGIT_BIAS_COUNT_LIMIT
 
 REFUSED = {
-    "kv_transfer_params": "KV comes from no other worker",
-    "kv_transfer_params_json": "KV comes from no other worker",
+    "kv_transfer_params": "it takes no KV from other workers",
+    "kv_transfer_params_json": "it takes no KV from other workers",
     # Other modalities, such as videos.
-    "extra_mm_inputs": "images come in mm_inputs, all of them, and nothing else is served",
+    "extra_mm_inputs": "send all images in mm_inputs; other modalities are not supported",
     # Files that the worker would have to read, for prompts with one token for each image.
-    "media_refs": "images come as tensors in mm_inputs, or as files in chats of icehouse.v1",
+    "media_refs": "send images as tensors in mm_inputs, or as files in icehouse.v1 chats",
     "sampling_params.structural_tag": "constrain the output with json_schema, regex, grammar or choice",
     "sampling_params.truncate_prompt_tokens": "shorten the prompt at the gateway",
 }
@@ -121,7 +121,7 @@ def _refuse(message: Message, prefix: str) -> None:
         if name in REFUSED:
             raise InvalidRequest(
                 Reason.UNSUPPORTED,
-                f"{name} is set, which this worker does not do: {REFUSED[name]}",
+                f"{name} is set, which this worker does not support: {REFUSED[name]}",
                 field=name,
                 metadata={"field": name},
             )
@@ -228,18 +228,20 @@ def check_images(request: worker.GenerateRequest, *, info: ModelInfo, config: Se
             metadata={"architecture": info.architecture},
         )
     if request.WhichOneof("input") != "tokenized":
-        raise _invalid(_FIELD, "is set without `tokenized`, whose tokens its images stand among")
+        raise _invalid(_FIELD, "is set without `tokenized`, which holds the images' tokens")
     if inputs.modality not in (common_pb2.MODALITY_UNSPECIFIED, common_pb2.IMAGE):
-        raise _invalid(f"{_FIELD}.modality", f"is {inputs.modality}; images are served, and nothing else")
+        raise _invalid(f"{_FIELD}.modality", f"is {inputs.modality}; only images are supported")
     if not inputs.HasField(_PIXELS):
-        raise _invalid(f"{_FIELD}.{_PIXELS}", "is missing; no KV comes from other workers, so images need it")
+        raise _invalid(
+            f"{_FIELD}.{_PIXELS}", "is missing; no KV is taken from other workers, so images need it"
+        )
     count, limit = len(inputs.mm_placeholders), config.max_images
     if not 1 <= count <= limit:
-        raise _invalid(_PLACEHOLDERS, f"has {count} images; there must be 1 to {limit}")
+        raise _invalid(_PLACEHOLDERS, f"has {count} images; it must have 1 to {limit}")
     if len(inputs.model_specific_tensors) > _TENSOR_COUNT_LIMIT:
         raise _invalid(
             f"{_FIELD}.model_specific_tensors",
-            f"has {len(inputs.model_specific_tensors)} tensors; at most {_TENSOR_COUNT_LIMIT} may be",
+            f"has {len(inputs.model_specific_tensors)} tensors; the limit is {_TENSOR_COUNT_LIMIT}",
         )
 
 
@@ -257,7 +259,7 @@ def sent_images_of(request: worker.GenerateRequest) -> SentImages:
     for name, tensor in inputs.model_specific_tensors.items():
         field = f"{_FIELD}.model_specific_tensors[{shown(name)}]"
         if name == _PIXELS:
-            raise _invalid(field, f"is there beside {_FIELD}.{_PIXELS}")
+            raise _invalid(field, f"is set beside {_FIELD}.{_PIXELS}")
         tensors.append(_tensor_of(name, tensor, field))
     return SentImages(
         tuple(tensors),
@@ -276,8 +278,8 @@ def _spans_of(inputs: worker.MultimodalInputs, token_count: int) -> tuple[range,
         if not end <= span.offset < stop <= token_count:
             raise _invalid(
                 f"{_PLACEHOLDERS}[{index}]",
-                f"has the offset {span.offset} and the length {span.length}; images lie one behind the other "
-                f"in the {token_count} tokens of the prompt, this one from {end} on",
+                f"has the offset {span.offset} and the length {span.length}; images follow each other in "
+                f"the prompt's {token_count} tokens, so this one must begin at {end} or later",
             )
         spans.append(range(span.offset, stop))
         end = stop
@@ -288,10 +290,10 @@ def _tensor_of(name: str, tensor: worker.TensorData, field: str) -> SentTensor:
     if tensor.WhichOneof("payload") in ("shm", "remote"):
         raise _invalid(field, "is not in the message; let the gateway send tensors `inline`")
     if tensor.dtype not in _DTYPES:
-        raise _invalid(field, f"is of the type {shown(tensor.dtype)}; known are {', '.join(_DTYPES)}")
+        raise _invalid(field, f"has the type {shown(tensor.dtype)}; supported are {', '.join(_DTYPES)}")
     if not 1 <= len(tensor.shape) <= _DIMENSION_COUNT_LIMIT:
         raise _invalid(
-            field, f"has {len(tensor.shape)} dimensions; there must be 1 to {_DIMENSION_COUNT_LIMIT}"
+            field, f"has {len(tensor.shape)} dimensions; it must have 1 to {_DIMENSION_COUNT_LIMIT}"
         )
     dtype, number_bytes = _DTYPES[tensor.dtype]
     shape, data = tuple(tensor.shape), tensor.inline

@@ -192,8 +192,8 @@ class OpenModels:
         if self._last is None and self._models.setdefault(model.fingerprint, model) is not model:
             raise StartError(
                 Reason.STORE_LOCKED,
-                f"another model of this server has its blocks in {self._directory} under fingerprint "
-                f"{model.fingerprint.hex()[:16]} too: serve these weights with these settings once",
+                f"another model of this server keeps its blocks in {self._directory} under fingerprint "
+                f"{model.fingerprint.hex()[:16]} too; serve these weights with these settings only once",
                 metadata={"directory": self._directory, "fingerprint": model.fingerprint.hex()},
             )
 

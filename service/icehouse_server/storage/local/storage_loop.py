@@ -167,8 +167,8 @@ class StorageLoop:
                     "code_changed",
                     extra={
                         "modules": list(model.changed_code),
-                        "detail": "the model's blocks were computed by other code than it has now; they are "
-                        "not used, and are there again with that code",
+                        "detail": "the model's blocks were computed by another version of its code; they are "
+                        "not used until that version is back",
                     },
                 )
 
@@ -189,7 +189,7 @@ class StorageLoop:
                 "unencrypted_blocks_found",
                 extra={
                     "blocks": report.unencrypted_block_count,
-                    "detail": "written before there was a key; to remove them, stop the server and say "
+                    "detail": "written before there was a key; to remove them, stop the server and run "
                     "icehouse cache purge --unencrypted",
                 },
             )

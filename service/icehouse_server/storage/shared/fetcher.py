@@ -123,7 +123,7 @@ class BlockFetcher:
             return True
         except TimeoutError:
             if not reach.has_answers:
-                self._fail("the object store does not answer in time")
+                self._fail("the object store did not answer in time")
         except StoreError as error:
             self._fail(str(error))
         return False
@@ -423,7 +423,7 @@ class BlockFolder:
         with opened(self.files, path) as descriptor:
             got = self.files.read_into(descriptor, [memoryview(data)], offset=0)
         if got != len(data):
-            raise BlockFileError(BlockDamage.TRUNCATED, f"{path} became shorter while it was read")
+            raise BlockFileError(BlockDamage.TRUNCATED, f"{path} shrank while it was read")
         return file, bytes(data)
 
     def fetched(self, name: BlockHash) -> FetchedFile:

@@ -106,7 +106,7 @@ class Uploader:
                     size_bytes = await work(name)
                 self.breaker.succeed()
             except (StoreError, TimeoutError) as error:
-                self._fail(str(error) or "the object store does not answer in time")
+                self._fail(str(error) or "the object store did not answer in time")
                 self._put_back(name, try_count + 1, is_deletion=is_deletion)
             except Exception:  # an exception of ours or the library's costs this block, not all behind it
                 _log.exception("shared_store_failed")

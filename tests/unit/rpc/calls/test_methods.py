@@ -93,7 +93,7 @@ async def test_a_call_without_a_deadline_gets_its_methods(
         async for _ in watch:
             pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "brought no deadline" in (caught.value.details() or "")
+    assert "had no deadline" in (caught.value.details() or "")
 
 
 async def test_its_end_is_told_wherever_it_comes(

@@ -104,21 +104,21 @@ def places(*told: tuple[int, int]) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a video": ({"modality": common.VIDEO}, ".modality", "images are served, and nothing else"),
+    "a video": ({"modality": common.VIDEO}, ".modality", "only images are supported"),
     "no known modality": ({"modality": 77}, ".modality", "is 77"),
     "another key": ({"encoder_input_key": "patches"}, ".encoder_input_key", "is 'patches'"),
-    "no pixels": ({"pixel_values": None}, ".pixel_values", "no KV comes from other workers"),
-    "no places": (places(), ".mm_placeholders", "has 0 images; there must be 1 to 3"),
-    "many places": (places(*[(1, 1)] * 4), ".mm_placeholders", "has 4 images; there must be 1 to 3"),
+    "no pixels": ({"pixel_values": None}, ".pixel_values", "no KV is taken from other workers"),
+    "no places": (places(), ".mm_placeholders", "has 0 images; it must have 1 to 3"),
+    "many places": (places(*[(1, 1)] * 4), ".mm_placeholders", "has 4 images; it must have 1 to 3"),
     "many tensors": (
         {"model_specific_tensors": {f"t{n}": tensor_fields(GRID) for n in range(9)}},
         ".model_specific_tensors",
-        "has 9 tensors; at most 8",
+        "has 9 tensors; the limit is 8",
     ),
     "two pixels": (
         {"model_specific_tensors": {"pixel_values": tensor_fields(PIXELS)}},
         ".model_specific_tensors['pixel_values']",
-        "is there beside",
+        "is set beside",
     ),
     "a shared memory": (
         pixels(inline=None, shm={"name": "/dev/shm/x", "nbytes": 32}),
@@ -126,9 +126,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "is not in the message",
     ),
     "another machine": (pixels(inline=None, remote={"transport": "nixl"}), ".pixel_values", "is not in the"),
-    "an unknown type": (pixels(dtype="float64"), ".pixel_values", "is of the type 'float64'; known are"),
-    "no type": (pixels(dtype=""), ".pixel_values", "is of the type ''"),
-    "no shape": (pixels(shape=[]), ".pixel_values", "has 0 dimensions; there must be 1 to 8"),
+    "an unknown type": (pixels(dtype="float64"), ".pixel_values", "has the type 'float64'; supported are"),
+    "no type": (pixels(dtype=""), ".pixel_values", "has the type ''"),
+    "no shape": (pixels(shape=[]), ".pixel_values", "has 0 dimensions; it must have 1 to 8"),
     "many dimensions": (pixels(shape=[1] * 9), ".pixel_values", "has 9 dimensions"),
     "fewer bytes": (
         pixels(inline=b"\0" * 31),
@@ -141,18 +141,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a map of nothing": (
         {"model_specific_tensors": {"image_grid_thw": {}}},
         ".model_specific_tensors['image_grid_thw']",
-        "is of the type ''",
+        "has the type ''",
     ),
     "a long name": (
         {"model_specific_tensors": {"x" * 5000: {}}},
         f".model_specific_tensors['{'x' * 78}…]",
-        "is of the type ''",
+        "has the type ''",
     ),
     "a place of nothing": (places((1, 0)), ".mm_placeholders[0]", "the length 0"),
-    "beyond the prompt": (places((1, 2), (4, 3)), ".mm_placeholders[1]", "in the 6 tokens of the prompt"),
+    "beyond the prompt": (places((1, 2), (4, 3)), ".mm_placeholders[1]", "in the prompt's 6 tokens"),
     "far beyond": (places((2**32 - 1, 2**32 - 1)), ".mm_placeholders[0]", "the offset 4294967295"),
-    "two in one place": (places((1, 3), (3, 2)), ".mm_placeholders[1]", "this one from 4 on"),
-    "in another order": (places((4, 1), (1, 2)), ".mm_placeholders[1]", "this one from 5 on"),
+    "two in one place": (places((1, 3), (3, 2)), ".mm_placeholders[1]", "begin at 4 or later"),
+    "in another order": (places((4, 1), (1, 2)), ".mm_placeholders[1]", "begin at 5 or later"),
 }
 
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_an_image_is_refused_by_its_name(case: str) -> None:
 
 def test_a_model_that_reads_text_and_a_prompt_of_text_are_refused() -> None:
     request = messages.GenerateRequest(**fields())
-    with pytest.raises(InvalidRequest, match=r"mm_inputs has images; .*'tiny' .* reads text alone") as caught:
+    with pytest.raises(InvalidRequest, match=r"mm_inputs has images; .*'tiny' .* reads only text") as caught:
         worker_request_of(request, info=MODEL_INFO, config=ServerConfig())
     assert caught.value.reason is Reason.IMAGES_UNSUPPORTED
     request.text = "a prompt"

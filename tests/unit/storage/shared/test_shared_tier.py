@@ -242,7 +242,7 @@ def test_a_store_that_does_not_answer_costs_three_lookups_and_is_then_left_alone
         assert store.request_count == asked_count
         stats = shared_stats(reader)
         assert (stats.late_lookup_total, stats.failure_total) == (3, 3)
-        assert stats.read_pause_detail == "the object store does not answer in time"
+        assert stats.read_pause_detail == "the object store did not answer in time"
         reader.clock.advance(1.0)
         assert find(reader, chain).block_count == 0, "one tries"
         assert reader.storage.find(names_of(chain), limit_s=1.0) is None

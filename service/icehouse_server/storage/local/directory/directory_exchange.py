@@ -245,8 +245,8 @@ class ImportTarget:
                 + (f"encrypted under key {key_id}" if key_id else "in the clear")
                 + f"; the directory {directory} is of {own}"
                 + ("" if cipher is None else f" with key {cipher.key_id.hex()}")
-                + "; take another directory, or let servers do it (`icehouse export` and `import`), which "
-                "encrypt anew",
+                + "; use another directory, or let servers do it (`icehouse export` and `import`), which "
+                "re-encrypt",
                 metadata={"archive": header.fingerprint.hex(), "directory": own},
             )
         # Details are a stranger's text, which commands print; they replace no details of ours.
@@ -310,7 +310,7 @@ def _chosen(rows: ManifestRows, fingerprint: str) -> list[BlockRecord]:
         names = ", ".join(sorted(found)) or "none"
         raise NotFound(
             Reason.BLOCK_NOT_FOUND,
-            f"an archive has the blocks of one model, and here are those of {len(found)} ({names}); "
+            f"an archive has the blocks of one model, but here are those of {len(found)} ({names}); "
             "choose one with --fingerprint, see `cache ls`",
             metadata={"count": len(found)},
         )
@@ -349,7 +349,7 @@ def _parts(files: Files, path: str, size_bytes: int) -> Iterator[bytes]:
         for offset in range(0, size_bytes, CHUNK_BYTES):
             part = bytearray(min(CHUNK_BYTES, size_bytes - offset))
             if files.read_into(descriptor, [memoryview(part)], offset=offset) < len(part):
-                raise OSError(f"{path} became shorter while it was read")
+                raise OSError(f"{path} shrank while it was read")
             yield bytes(part)
 
 

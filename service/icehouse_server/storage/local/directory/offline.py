@@ -96,7 +96,7 @@ class OfflineStore:
         if len(matches) != 1:
             raise NotFound(
                 Reason.BLOCK_NOT_FOUND,
-                f"{len(matches)} blocks begin with {prefix!r}; give a hash, or more of it, from `cache ls`",
+                f"{len(matches)} blocks begin with {prefix!r}; give more of the hash, from `cache ls`",
                 metadata={"prefix": prefix, "count": len(matches)},
             )
         return matches[0]
@@ -110,7 +110,7 @@ class OfflineStore:
         except (OSError, BlockFileError) as error:
             raise StorageError(
                 Reason.STORE_UNUSABLE,
-                f"Block file {path} cannot be used: {error}; the next start of a server repairs this",
+                f"Block file {path} cannot be used: {error}; the next server start repairs this",
                 metadata={"path": path},
             ) from error
 
