@@ -87,7 +87,7 @@ def test_images_stand_where_they_were_put_and_are_kept_in_the_file() -> None:
     image: Any
     for image in ({"data": 1}, {"media_type": "image/png"}, {"data": "", "size": 1}, "x"):
         facts = [{"role": "user", "parts": [{"image": image}]}]
-        with pytest.raises(ValueError, match=r"messages\[0\].parts is no list of texts and images"):
+        with pytest.raises(ValueError, match=r"messages\[0\].parts is not a list of texts and images"):
             Conversation.from_json(json.dumps(facts))
 
 
@@ -127,13 +127,16 @@ def test_a_plain_list_is_read_too() -> None:
         ({"kind": "icehouse-conversation", "version": 2, "messages": []}, "version 2"),
         ({"kind": "icehouse-conversation", "version": 1}, "no list of messages"),
         ("Hi", "no list of messages"),
-        (["Hi"], r"messages\[0\] is no object"),
+        (["Hi"], r"messages\[0\] is not an object"),
         ([{"role": "user", "contents": "Hi"}], r"messages\[0\] has 'contents', which is not known"),
-        ([{"role": "user", "content": 7}], r"messages\[0\].content is no text"),
+        ([{"role": "user", "content": 7}], r"messages\[0\].content is not a string"),
         ([{"content": "Hi"}], r"messages\[0\] has no role"),
         ([{"role": "assistant", "token_ids": [1, "2"]}], r"messages\[0\].token_ids"),
         ([{"role": "assistant", "token_ids": 7}], r"messages\[0\].token_ids"),
-        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], r"messages\[0\].tool_calls\[0\] is no call"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
+            r"messages\[0\].tool_calls\[0\] is not a call",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_refused_with_its_place(facts: Any, problem: str) -> None:

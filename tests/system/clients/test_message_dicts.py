@@ -107,17 +107,20 @@ def test_each_shape_is_read(given: Mapping[str, Any], message: Message | str) ->
     [
         ({"role": "user", "text": "Hi"}, "messages[0] has 'text', which is not known"),
         ({"content": "Hi"}, "messages[0] has no role"),
-        ({"role": "user", "content": 7}, "messages[0].content is no text"),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "messages[0].content[0] is no text and no"),
-        ({"role": "user", "content": ["Hi"]}, "messages[0].content[0] is no text and no"),
+        ({"role": "user", "content": 7}, "messages[0].content is not a string"),
+        (
+            {"role": "user", "content": [{"type": "input_audio"}]},
+            "messages[0].content[0] is neither a text",
+        ),
+        ({"role": "user", "content": ["Hi"]}, "messages[0].content[0] is neither a text"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"detail": "low"}}]},
             "messages[0].content[0].image_url has no url",
         ),
-        ({"role": "assistant", "tool_calls": {"id": "1"}}, "messages[0].tool_calls is no list"),
-        ({"role": "assistant", "tool_calls": ["f"]}, "messages[0].tool_calls[0] is no call"),
-        ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "messages[0].tool_calls[0] is no call"),
-        ({"role": "assistant", "token_ids": "12"}, "messages[0].token_ids is no list of numbers"),
+        ({"role": "assistant", "tool_calls": {"id": "1"}}, "messages[0].tool_calls is not a list"),
+        ({"role": "assistant", "tool_calls": ["f"]}, "messages[0].tool_calls[0] is not a call"),
+        ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "messages[0].tool_calls[0] is not a call"),
+        ({"role": "assistant", "token_ids": "12"}, "messages[0].token_ids is not a list of numbers"),
     ],
 )
 def test_what_is_no_message_is_refused_with_its_place(given: Mapping[str, Any], problem: str) -> None:

@@ -179,7 +179,7 @@ class Front:
             except Exception:
                 facts = {"path": path_label(request.url.path), "request_id": request.scope[REQUEST_ID]}
                 _log.exception("http_request_failed", extra=facts)
-                refusal = ApiError(500, "the HTTP front has a fault; its log says more", code="INTERNAL")
+                refusal = ApiError(500, "the HTTP front failed; see its log", code="INTERNAL")
             if refusal.status in _PACED:
                 now = asyncio.get_running_loop().time()
                 request.scope[KEPT_BACK_S] = self._refusals.delay_s(refused, now)
@@ -192,7 +192,7 @@ class Front:
         origin = request.headers.get("origin")
         allowed = self._settings.allow_origins
         if origin and "*" not in allowed and origin not in allowed:
-            message = f"pages of {origin} may not call; --allow-origin {origin} lets them"
+            message = f"pages of {origin} may not call; --allow-origin {origin} allows them"
             raise ApiError(403, message, code="origin_not_allowed")
 
     async def _fields(self, request: Request, caller: Caller) -> Fields:
@@ -299,7 +299,7 @@ class Front:
     async def _warm(self, request: Request, caller: Caller, asked: Asked, answer: MessageAnswer) -> Response:
         """Bring a prompt into the cache, as Anthropic's API does for a message of no tokens."""
         if asked.is_streamed:
-            raise bad_request("stream must be false where max_tokens is 0", param="stream")
+            raise bad_request("stream must be false if max_tokens is 0", param="stream")
         prompt: Any = asked.prompt
         options = message_request.prompt_options(asked, prompt)
 

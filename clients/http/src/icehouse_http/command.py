@@ -101,13 +101,13 @@ def _problem(given: argparse.Namespace) -> str:
         if certificate is not None:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except ssl.SSLError:
-        return f"{certificate} and {key} are no PEM files of a certificate and its private key"
+        return f"{certificate} and {key} are not PEM files of a certificate and its private key"
     return ""
 
 
 def _address(text: str) -> str:
     if problem := address_problem(text):
-        wanted = "say host:port, as in localhost:50051, or unix:/path"
+        wanted = "use host:port, such as localhost:50051, or unix:/path"
         raise argparse.ArgumentTypeError(f"the address {text!r} {problem}; {wanted}")
     return text
 
@@ -126,7 +126,7 @@ def _socket(text: str) -> int:
         with socket.socket(fileno=os.dup(int(text))):
             return int(text)
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no socket that was passed on") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not an inherited socket") from error
 
 
 def _number(kind: Callable[[str], float], *, least: float, most: float) -> Callable[[str], Any]:
@@ -136,7 +136,7 @@ def _number(kind: Callable[[str], float], *, least: float, most: float) -> Calla
         with contextlib.suppress(ValueError):
             if least <= (number := kind(text)) <= most:
                 return number
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:g} to {most:g}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
 
     return read
 

@@ -148,7 +148,7 @@ class Fields:
         """Iterate over the objects of a list; raises ApiError for more than can be read at once."""
         items = self.items(name)
         if len(items) > _MOST_OBJECTS:
-            raise self.refusal(name, f"has {len(items)} entries; it may have {_MOST_OBJECTS}")
+            raise self.refusal(name, f"has {len(items)} entries; the limit is {_MOST_OBJECTS}")
         for index, item in enumerate(items):
             yield Fields(item, f"{self.place_of(name)}[{index}]")
 
@@ -210,7 +210,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _kind(value: object) -> str:

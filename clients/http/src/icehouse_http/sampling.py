@@ -93,7 +93,7 @@ def _logit_bias(fields: Fields) -> dict[int, float]:
     for key in fields.mapping("logit_bias") or {}:
         assert entries is not None, "it has a key"
         if not (key.isascii() and key.isdigit() and int(key) <= INT32_MAX):
-            raise fields.refusal("logit_bias", f"has the key {key[:20]!r}, which is no token id")
+            raise fields.refusal("logit_bias", f"has the key {key[:20]!r}, which is not a token id")
         bias[int(key)] = entries.number(key) or 0.0
     return bias
 

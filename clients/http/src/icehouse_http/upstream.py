@@ -111,7 +111,7 @@ class Upstream:
         token, metadata = _token_of(headers), _names_of(headers)
         if not (token.isascii() and token.isprintable()):
             raise ApiError(
-                401, "the token has characters that no header can carry", code="CREDENTIALS_INVALID"
+                401, "the token has characters that a header cannot carry", code="CREDENTIALS_INVALID"
             )
         if token:
             metadata["authorization"] = f"Bearer {token}"

@@ -33,7 +33,7 @@ def address_problem(address: str) -> str:
     if not host:
         return "has no host"
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
-        return f"has the port {port!r}, which is no number from 1 to 65535"
+        return f"has the port {port!r}, which is not a number from 1 to 65535"
     return ""
 
 

@@ -41,7 +41,7 @@ def check_is_chat(turns: Sequence[Turn]) -> None:
 def message_of(facts: object, place: str) -> Message:
     """Return the message that a dict is; raises ValueError with its place for what is none."""
     if not isinstance(facts, Mapping):
-        raise ValueError(f"{place} is no object")
+        raise ValueError(f"{place} is not an object")
     given: dict[str, Any] = {
         name: value for name, value in facts.items() if value is not None and value != []
     }
@@ -55,15 +55,15 @@ def message_of(facts: object, place: str) -> Message:
         given["content"], given["images"] = _parts(given["content"], f"{place}.content")
     for name in _TEXTS:
         if not isinstance(given.get(name, ""), str):
-            raise ValueError(f"{place}.{name} is no text")
+            raise ValueError(f"{place}.{name} is not a string")
     if not given.get("role"):
         raise ValueError(f"{place} has no role")
     token_ids = given.get("token_ids", ())
     if not isinstance(token_ids, Sequence) or not all(type(i) is int for i in token_ids):
-        raise ValueError(f"{place}.token_ids is no list of numbers")
+        raise ValueError(f"{place}.token_ids is not a list of numbers")
     calls = given.get("tool_calls", ())
     if not isinstance(calls, Sequence):
-        raise ValueError(f"{place}.tool_calls is no list")
+        raise ValueError(f"{place}.tool_calls is not a list")
     given["tool_calls"] = tuple(_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls))
     return Message(**{"content": "", **given, "token_ids": tuple(token_ids)})
 
@@ -79,7 +79,7 @@ def _call(facts: object, place: str) -> ToolCall:
             call_id, name = facts.get("id", ""), function.get("name")
             if isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, str):
                 return ToolCall(call_id, name, arguments)
-    raise ValueError(f"{place} is no call with a name and arguments")
+    raise ValueError(f"{place} is not a call with a name and arguments")
 
 
 def _parts(parts: Sequence[object], place: str) -> tuple[str, tuple[Image, ...]]:
@@ -98,15 +98,15 @@ def _parts(parts: Sequence[object], place: str) -> tuple[str, tuple[Image, ...]]
             detail: Any = shown.get("detail") or "auto"
             images.append(Image(position=len(content), detail=detail, uri=shown["url"]))
         else:
-            raise ValueError(f"{place}[{index}] is no text and no image_url")
+            raise ValueError(f"{place}[{index}] is neither a text nor an image_url")
     return content, tuple(images)
 
 
 def _kept_parts(facts: object, place: str) -> tuple[str, tuple[Image, ...]]:
     """Return the content and the images of parts as `to_json` writes them."""
     if not isinstance(facts, Sequence):
-        raise ValueError(f"{place} is no list of texts and images")
+        raise ValueError(f"{place} is not a list of texts and images")
     try:
         return content_of([json_format.ParseDict(part, prompt_pb2.ContentPart()) for part in facts])
     except (json_format.ParseError, ValueError) as error:
-        raise ValueError(f"{place} is no list of texts and images: {error}") from error
+        raise ValueError(f"{place} is not a list of texts and images: {error}") from error

@@ -65,7 +65,7 @@ def _pydantic() -> Any:
     try:
         return importlib.import_module("pydantic")
     except ImportError as error:
-        message = "outputs are read into types by pydantic, which is not here: pip install pydantic"
+        message = "reading outputs into types needs pydantic: pip install pydantic"
         raise ImportError(message) from error
 
 

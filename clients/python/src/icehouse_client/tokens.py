@@ -35,7 +35,7 @@ class BearerToken:
                 if not isinstance(token, str):
                     if inspect.iscoroutine(token):
                         token.close()
-                    raise TypeError(f"the token's source returned a {type(token).__name__}, and not a text")
+                    raise TypeError(f"the token's source returned a {type(token).__name__}, not a string")
                 self._known = token
             return self._known
 

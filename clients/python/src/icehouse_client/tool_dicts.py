@@ -78,7 +78,7 @@ def _function(facts: Mapping[str, Any], place: str, fields: Sequence[str]) -> Ma
     if "function" in given:
         _refuse_unknown(given, place, ("function",))
         if not isinstance(given["function"], Mapping):
-            raise ValueError(f"{place}.function is no object")
+            raise ValueError(f"{place}.function is not an object")
         given, place = _given(given["function"]), f"{place}.function"
     _refuse_unknown(given, place, fields)
     return given
@@ -99,4 +99,4 @@ def _parsed(text: object, place: str) -> Any:
     try:
         return json.loads(text)  # type: ignore[arg-type]
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{place}.parameters_json is no JSON: {error}") from None
+        raise ValueError(f"{place}.parameters_json is not JSON: {error}") from None

@@ -127,4 +127,4 @@ async def test_a_server_with_tls_and_tokens_is_asked_without_a_token(tmp_path: P
         asked = await invoke("health", environ=environ)
         plain = await invoke("health", "--address", served.server.address)
     assert (asked.exit_code, asked.stdout) == (0, "SERVING\n"), asked.output
-    assert plain.exit_code == 1 and "wants --ca" in plain.output
+    assert plain.exit_code == 1 and "needs --ca" in plain.output

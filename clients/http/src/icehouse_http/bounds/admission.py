@@ -35,7 +35,7 @@ class Admission:
             self._known.move_to_end(caller)
             return
         if self._waiting_count >= _WAITING_LIMIT:
-            message = "too many callers whom the server has to be asked about; try again later"
+            message = "too many callers are being checked with the server; try again later"
             raise ApiError(429, message, code="QUEUE_FULL", retry_s=_RETRY_S)
         self._waiting_count += 1
         try:

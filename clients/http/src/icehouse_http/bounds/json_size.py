@@ -48,7 +48,7 @@ class JsonSize:
     def _check(self) -> None:
         if self._structure > self._limit:
             message = (
-                f"the body has more values than can be read at once: outside of its strings it may have "
-                f"{self._limit} bytes, where a string counts {_STRING_WORK}"
+                f"the body has too many values: outside its strings it may have "
+                f"{self._limit} bytes, counting {_STRING_WORK} for each string"
             )
             raise ApiError(413, message, code="body_too_large")

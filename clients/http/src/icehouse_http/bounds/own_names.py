@@ -29,7 +29,7 @@ class OwnNames:
         if host is None or ANY_NAME in self._names or self._is_own(host):
             return
         message = (
-            f"this server is not {host[:_SHOWN]!r}; ask by its address, or list the name in http.names "
+            f"this server is not {host[:_SHOWN]!r}; use its address, or list the name in http.names "
             "(--name of icehouse-http)"
         )
         raise ApiError(421, message, code="name_not_known")

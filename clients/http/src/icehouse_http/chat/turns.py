@@ -55,7 +55,7 @@ def content_of(turn: Fields, name: str) -> tuple[str, tuple[Image, ...]]:
             case "input_image":
                 images.append(image(part, "image_url", position=len(content)))
             case kind:
-                raise part.refusal("type", f"is {kind[:40]!r}; text and images can be read")
+                raise part.refusal("type", f"is {kind[:40]!r}; only text and images are supported")
     return content, tuple(images)
 
 
@@ -79,7 +79,7 @@ def _call_of(call: Fields) -> ToolCall:
 def tools_of(fields: Fields) -> list[Tool]:
     """Return the functions that may be called."""
     if fields.items("functions"):
-        raise fields.refusal("functions", "cannot be read; send tools, which came in their place")
+        raise fields.refusal("functions", "are not supported; send tools, which replaced them")
     tools = []
     for tool in fields.objects("tools"):
         if (kind := tool.text("type", "function")) != "function":

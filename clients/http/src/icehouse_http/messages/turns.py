@@ -22,7 +22,7 @@ def turns_of(fields: Fields) -> list[Turn]:
     """Return the conversation, the system's text first; raises ApiError for what is none."""
     system, images = _content_of(fields, "system")
     if images:
-        raise fields.refusal("system", "has an image; only text can be there")
+        raise fields.refusal("system", "has an image; only text is allowed there")
     turns = [Turn(Message("system", system), "system")] if system else []
     told = list(fields.objects("messages"))
     if not told:
@@ -99,7 +99,7 @@ def _joined(blocks: Iterator[Fields] | list[Fields]) -> tuple[str, tuple[Image, 
 
 
 def _unread(block: Fields) -> Exception:
-    return block.refusal("type", f"is {block.text('type')[:40]!r}; this block cannot be read here")
+    return block.refusal("type", f"is {block.text('type')[:40]!r}; such blocks are not supported")
 
 
 def _image_of(source: Fields, position: int) -> Image:
@@ -138,7 +138,7 @@ def tools_of(fields: Fields) -> OfferedTools:
     deferred: dict[str, Tool] = {}
     for tool in fields.objects("tools"):
         if (kind := tool.text("type", "custom")) != "custom":
-            raise tool.refusal("type", f"is {kind[:40]!r}; tools of Anthropic's own servers are not run here")
+            raise tool.refusal("type", f"is {kind[:40]!r}; Anthropic's server tools are not supported")
         function = function_of(tool, "input_schema")
         if tool.flag("defer_loading"):
             deferred[tool.place] = dataclasses.replace(function, found_later=True)

@@ -50,7 +50,7 @@ def _referenced(item: Fields, known: Callable[[str], Item | None]) -> Fields:
         return item
     found = known(item.required_text("id"))
     if found is None:
-        raise item.refusal("id", "names an item that is not kept here; send the item itself")
+        raise item.refusal("id", "names an item that is not stored here; send the item itself")
     return Fields(found, item.place_of("id"))
 
 
@@ -70,7 +70,7 @@ def _message_of(item: Fields) -> Message:
             content, images = content_of(item, "output")
             return Message("tool", content, tool_call_id=item.required_text("call_id"), images=images)
         case kind:
-            raise item.refusal("type", f"is {kind[:40]!r}; such items cannot be read here")
+            raise item.refusal("type", f"is {kind[:40]!r}; such items are not supported")
 
 
 def _joined(first: Message, second: Message) -> Message:

@@ -80,7 +80,7 @@ def asked_of(
         set_format(options, form, "")
     for name in _KEPT_ELSEWHERE:
         if fields.raw(name) is not None:
-            raise fields.refusal(name, "names what is not kept here; send it with the request")
+            raise fields.refusal(name, "names something not stored here; send it with the request")
     turns = (*_earlier(fields, store, scope), *turns_of(fields, lambda name: store.item(scope, name)))
     if not turns:
         raise fields.refusal("input", "is required")
@@ -102,7 +102,7 @@ def _earlier(fields: Fields, store: ResponseStore, scope: str) -> Sequence[Turn]
         return ()
     messages = store.get(scope, previous)
     if messages is None:
-        message = f"the response {previous[:80]!r} is not kept here; send the whole conversation"
+        message = f"the response {previous[:80]!r} is not stored here; send the whole conversation"
         raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
     return [Turn(message, "previous_response_id") for message in messages]
 

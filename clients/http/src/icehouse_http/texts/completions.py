@@ -44,7 +44,7 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
     if (top_count := fields.integer("logprobs", least=0, most=_MOST_LOGPROBS)) is not None:
         options["logprobs"] = top_count
         if fields.flag("echo"):
-            raise fields.refusal("echo", "cannot be had together with logprobs")
+            raise fields.refusal("echo", "cannot be combined with logprobs")
     return Asked(_prompt_of(fields), options, fields.flag("stream"), FieldNames(others=_NAMES))
 
 
@@ -59,7 +59,7 @@ def _prompt_of(fields: Fields) -> Prompt:
     if suffix:
         raise fields.refusal("suffix", "needs a prompt that is a string")
     if not all(0 <= token_id <= INT32_MAX for token_id in prompt):
-        raise fields.refusal("prompt", "has a number that is no token id")
+        raise fields.refusal("prompt", "has a number that is not a token id")
     return list(prompt)
 
 

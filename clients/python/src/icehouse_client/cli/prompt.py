@@ -43,7 +43,7 @@ class GivenPrompt:
     def read(self, suffix: str | None = None) -> Prompt:
         """Return the prompt, with a suffix the gap between TEXT and it; raises BadParameter for none."""
         if self.prompt is None:
-            raise typer.BadParameter("say one of TEXT (- for standard input), --messages and --tokens")
+            raise typer.BadParameter("give one of TEXT (- for standard input), --messages and --tokens")
         if suffix is None:
             return self.prompt
         if not isinstance(self.prompt, str):
@@ -81,7 +81,7 @@ def prompt_of(
     """
     options = said(model=model, adapter=adapter, tenant=tenant)
     if (text, messages, tokens).count(None) < 2:
-        raise typer.BadParameter("say one of TEXT (- for standard input), --messages and --tokens")
+        raise typer.BadParameter("give one of TEXT (- for standard input), --messages and --tokens")
     if image and text is None:
         raise typer.BadParameter("--image shows a picture with TEXT")
     if tokens is not None:
@@ -120,7 +120,7 @@ def read_conversation(path: Path) -> Conversation:
 
 def _no_conversation(path: Path, problem: object) -> UsageError:
     return UsageError(
-        f"{path} holds no conversation: {problem}; there must be what `icehouse chat` has saved, "
+        f"{path} is not a conversation: {problem}; it must be one that `icehouse chat` saved, "
         'or a list such as [{"role": "user", "content": "Hello"}]'
     )
 
@@ -137,8 +137,8 @@ def read_token_ids(text: str) -> list[int]:
     try:
         token_ids = [int(word) for word in text.replace(",", " ").split()]
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r} are no token ids; say them as 1,2,3") from error
+        raise typer.BadParameter(f"{text!r} are not token ids; write them as 1,2,3") from error
     for token_id in token_ids:
         if not -(2**31) <= token_id < 2**31:
-            raise typer.BadParameter(f"{token_id} is no token id: no vocabulary has so many tokens")
+            raise typer.BadParameter(f"{token_id} is not a token id: no vocabulary has so many tokens")
     return token_ids

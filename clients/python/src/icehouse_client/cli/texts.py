@@ -47,7 +47,7 @@ def tokenize(
     """Show the tokens of a text or of a conversation, as the model is given them."""
     asked = prompt.read(suffix)
     if not isinstance(asked, str | Conversation | Infill):
-        raise typer.BadParameter("--tokens are tokens already; say TEXT or --messages")
+        raise typer.BadParameter("--tokens are already tokens; give TEXT or --messages")
     tokens = server.client.tokenize(asked, model=prompt.options.get("model", ""))
     if ids and not as_json:
         out.print(",".join(str(token.id) for token in tokens), markup=False)
