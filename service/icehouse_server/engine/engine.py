@@ -120,7 +120,7 @@ class Engine:
         if not self._mailbox.offer(Submit(request, siblings), work_count=1 + len(siblings)):
             raise Overloaded(
                 Reason.QUEUE_FULL,
-                f"{self._mailbox.limit} requests arrived in one step, which is the limit; try again later",
+                f"{self._mailbox.limit} requests arrived in one step, the most allowed; try again later",
                 retry_after_s=1.0,
                 metadata={"mailbox_limit": self._mailbox.limit},
             )
@@ -317,7 +317,7 @@ class Engine:
             _log.error("inference_loop_failed", exc_info=error)
             self.error = EngineFailed(
                 Reason.ENGINE_FAILED,
-                f"the inference loop failed: {type(error).__name__}; the server is ending",
+                f"the inference loop failed: {type(error).__name__}; the server is stopping",
             )
         self.state = EngineState.FAILED
         told = error if isinstance(error, Unavailable) else engine_failed()

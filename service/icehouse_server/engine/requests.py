@@ -261,7 +261,7 @@ class Admission:
         delay_s = self._retry_after_s(prediction)
         return Overloaded(
             Reason.QUEUE_FULL,
-            f"{len(self._queue)} requests with {self._queue.token_count} tokens wait, and the limits are "
+            f"{len(self._queue)} requests with {self._queue.token_count} tokens are waiting; the limits are "
             f"{limits.request_limit} requests and {limits.token_limit or 'any number of'} tokens; "
             f"try again in about {delay_s:.1f} s",
             retry_after_s=delay_s,
@@ -278,7 +278,7 @@ class Admission:
         assert prediction.ttft_s is not None
         return Overloaded(
             Reason.DEADLINE_UNREACHABLE,
-            f"the first token is expected in {prediction.ttft_s:.2f} s and the deadline is in "
+            f"the first token is expected in {prediction.ttft_s:.2f} s, but the deadline is in "
             f"{left_s:.2f} s; allow more time or try another replica",
             retry_after_s=self._retry_after_s(prediction),
             metadata={

@@ -238,7 +238,7 @@ async def test_a_stable_prompt_keeps_a_reply_about_pictures(folder: Path, tmp_pa
 async def test_a_model_that_reads_text_says_so(tmp_path: Path) -> None:
     async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks") as house:
         told = await refused(house.inference.Generate(request(chat(image(png(1)), text(QUESTION)))))
-        assert told.reason == "IMAGES_UNSUPPORTED" and "reads text alone" in told.message
+        assert told.reason == "IMAGES_UNSUPPORTED" and "reads only text" in told.message
 
 
 async def test_text_that_mlx_lm_reads_is_served_without_the_extra(

@@ -308,7 +308,7 @@ class SimRunner:
             row_count = token_count if is_kv else min(token_count, self.spec.window_token_count)
             expected = _host_region(SimRegion(region.kind, (0,) * row_count, self._padding_bytes))
             if [_form_of(tensor) for tensor in region.tensors] != [_form_of(t) for t in expected.tensors]:
-                return f"its {region.kind} is not this model's"
+                return f"its {region.kind} does not fit this model"
         return ""
 
     def begin_to_host(self, regions: Sequence[SimRegion]) -> SimCopy:

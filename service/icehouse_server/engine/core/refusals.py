@@ -21,7 +21,7 @@ def commands_waiting(count: int) -> Overloaded:
     """Too many commands of the prefix cache wait for the inference thread."""
     return Overloaded(
         Reason.QUEUE_FULL,
-        f"{count} commands of the prefix cache wait for their turn; try again later",
+        f"{count} prefix cache commands are already waiting; try again later",
         retry_after_s=_COMMANDS_RETRY_S,
         metadata={"waiting": count},
     )
@@ -49,13 +49,13 @@ def shutting_down() -> Unavailable:
 
 def stopped_before_done() -> Unavailable:
     """The drain's own deadline passed."""
-    return Unavailable(Reason.DRAINING, "the server stopped before this request was done")
+    return Unavailable(Reason.DRAINING, "the server stopped before this request was finished")
 
 
 def engine_failed() -> EngineFailed:
     """The inference loop died. The reason may name folders and internals, so it is only logged."""
     return EngineFailed(
-        Reason.ENGINE_FAILED, "the inference loop failed and the server is ending; its log says why"
+        Reason.ENGINE_FAILED, "the inference loop failed and the server is stopping; its log says why"
     )
 
 
@@ -63,7 +63,7 @@ def rank_lost(detail: str) -> Unavailable:
     """A rank of the group does not answer, so nothing can be computed until all are back."""
     return Unavailable(
         Reason.RANK_LOST,
-        f"a machine of this group was lost ({' '.join(detail.split())}); the group starts again by itself",
+        f"a machine of this group was lost ({' '.join(detail.split())}); the group restarts by itself",
         retry_after_s=5.0,
     )
 
@@ -73,7 +73,7 @@ def logits_not_finite(drawn_count: int) -> ModelOutputInvalid:
     return ModelOutputInvalid(
         Reason.LOGITS_NOT_FINITE,
         f"the model's logits for output token {drawn_count} are NaN or infinite, so the output cannot go on; "
-        "a model or adapter with damaged weights does this, or one whose numbers outgrow its type",
+        "the model's or adapter's weights may be damaged, or its numbers overflow their type",
         metadata={"output_token_count": drawn_count},
     )
 
@@ -82,8 +82,8 @@ def vector_not_finite() -> ModelOutputInvalid:
     """An encoder's numbers for a text are NaN or infinite."""
     return ModelOutputInvalid(
         Reason.LOGITS_NOT_FINITE,
-        "the model's numbers for this text are NaN or infinite; a model with damaged weights does this, or "
-        "one whose numbers outgrow its type",
+        "the model's output for this text is NaN or infinite; its weights may be damaged, or its numbers "
+        "overflow their type",
     )
 
 
@@ -91,7 +91,7 @@ def too_many_completions(count: int, limit: int) -> InvalidRequest:
     """A request's completions wait together, and not even an empty queue holds so many."""
     return InvalidRequest(
         Reason.PARAMETER_OUT_OF_RANGE,
-        f"completions is {count}; here at most {limit} requests may wait, so ask for fewer",
+        f"completions is {count}; at most {limit} requests may wait here, so ask for fewer",
         field="completions",
         metadata={"field": "completions", "value": count, "wanted": f"1 to {limit}"},
     )

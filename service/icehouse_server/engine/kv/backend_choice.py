@@ -143,7 +143,7 @@ def prove(
         return f"attention over pages failed: {error}"
     yield
     if not all(mx.array_equal(*each).item() for each in zip(pool, wanted_pool, strict=True)):
-        return "the pages hold other numbers than what was written"
+        return "the pages do not hold what was written"
     for index, (output, right) in enumerate(zip(outputs, wanted, strict=True)):
         highest, apart = _largest(right), _largest(output.astype(mx.float32) - right.astype(mx.float32))
         if not apart <= _TOLERANCE * highest:  # or where it is NaN

@@ -225,7 +225,7 @@ class RunnerBlocks:
         self._thread.check()
         kinds = [region.kind for region in regions]
         if self.facts.needs_checkpoint or RegionKind.CHECKPOINT in kinds:
-            return "states that cannot be cut are not taken from a caller"
+            return "states that cannot be cut are not accepted from callers"
         if self.facts.has_kv and RegionKind.KV not in kinds:
             return "it has no kv"
         for region in regions:
@@ -234,7 +234,7 @@ class RunnerBlocks:
                 for each in self.footprint.token_shapes.get(region.kind, ())
             ]
             if [(each.name, each.dtype, each.shape) for each in region.tensors] != expected:
-                return f"its {region.kind} is not this model's"
+                return f"its {region.kind} does not fit this model"
         return ""
 
     def from_host(self, region: HostRegion) -> Region:

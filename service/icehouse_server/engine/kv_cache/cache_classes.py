@@ -371,7 +371,7 @@ def _of_mlx_lm(cache: Cache) -> Cache:
     entry = next((each for each in CACHE_CLASSES.values() if each.name == kind.__name__), None)
     empty = None if entry is None else entry.of_other(cache)
     if empty is None:
-        raise model_invalid(f"the model's layers keep mlx-vlm's {kind.__name__}, which is not served")
+        raise model_invalid(f"the model's layers use mlx-vlm's {kind.__name__}, which is not supported")
     return empty
 
 

@@ -181,7 +181,7 @@ class CacheExchange:
 def _done(ticket: Ticket[_Result] | None, *, token_count: int | None = None) -> Steps[_Result]:
     """Wait for a ticket and return its result. Raises NotFound for a damaged block, else Overloaded."""
     if ticket is None:
-        raise _busy("the SSD tier has too much queued")
+        raise _busy("the SSD tier's queue is full")
     outcome: Any = yield Awaited(ticket, token_count)
     if isinstance(outcome, StorageFailure):
         if isinstance(outcome.cause, BlockDamage):

@@ -314,7 +314,7 @@ def _nothing_to_pin() -> NotFound:
 def _unanswered() -> StorageError:
     """Return the error for a command that needs the storage thread while that hangs."""
     return StorageError(
-        Reason.STORE_UNUSABLE, "the SSD tier does not answer, since its disk hangs; try again later"
+        Reason.STORE_UNUSABLE, "the SSD tier does not answer because its disk hangs; try again later"
     )
 
 
@@ -331,6 +331,6 @@ def _storage_busy() -> Overloaded:
     """Return the error for a command that does not fit into the SSD tier's queue."""
     return Overloaded(
         Reason.QUEUE_FULL,
-        "too many orders wait for the storage thread; try again later",
+        "too many commands are waiting for the storage thread; try again later",
         retry_after_s=_BUSY_RETRY_S,
     )

@@ -78,8 +78,8 @@ class DraftModel:
         own = model_loader.load_tokenizer(source)
         if own.vocabulary_json() != tokenizer.vocabulary_json() or not _spells_alike(own, tokenizer):
             raise model_invalid(
-                f"the draft model {source.model_id} has another vocabulary than {info.model_id}, so its "
-                "guesses mean nothing there; choose a smaller model of the same family"
+                f"the draft model {source.model_id} has a different vocabulary from {info.model_id}, so its "
+                "guesses would mean nothing; choose a smaller model of the same family"
             )
         yield None
         loaded = yield from model_loader.load_steps(source, is_hurried=is_hurried)

@@ -75,7 +75,7 @@ class EncoderRunner:
         self._thread.claim()
         if self._source.adapters or self._source.adapter_path:
             raise model_invalid(
-                f"the model in {self._source.path} is an encoder, to which LoRA adapters are not applied; "
+                f"the model in {self._source.path} is an encoder, which cannot use LoRA adapters; "
                 "serve it without them"
             )
         loaded = yield from model_loader.load_steps(self._source, is_hurried=is_hurried)

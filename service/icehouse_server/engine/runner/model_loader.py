@@ -109,7 +109,7 @@ def read_config(path: Path) -> dict[str, Any]:
         )
     config = read_json(
         path / "config.json",
-        missing=f"{path} has no config.json, so it is no MLX model folder; convert the model with "
+        missing=f"{path} has no config.json, so it is not an MLX model folder; convert the model with "
         "mlx_lm.convert",
     )
     if not isinstance(config.get("model_type"), str):
@@ -317,8 +317,8 @@ def _purpose(model: Any, recipe: VectorRecipe, path: Path) -> tuple[ModelKind, P
         return ModelKind.CHAT, Pooling.LAST_TOKEN
     if recipe.dense or recipe.gather is Gather.FIRST:
         raise model_invalid(
-            f"the model in {path} makes vectors of its first token or through dense layers (modules.json), "
-            "which is served for encoders alone"
+            f"the model in {path} pools its first token or uses dense layers (modules.json), "
+            "which is supported for encoders only"
         )
     is_mean = recipe.gather is Gather.MEAN
     return ModelKind.EMBEDDING, Pooling.MEAN if is_mean else Pooling.LAST_TOKEN
@@ -395,7 +395,7 @@ def attach(
         held = cast("dict[str, mx.array]", mx.load(str(adapter.path / "adapters.safetensors")))
         missing = _own(tree, bare).keys() - held.keys()
         if missing:
-            raise ValueError(f"adapters.safetensors lacks {len(missing)} tensors, one is {min(missing)}")
+            raise ValueError(f"adapters.safetensors lacks {len(missing)} tensors, such as {min(missing)}")
         if source.dtype:
             convert(tree, source.dtype)
         loaded = parameters_of(base.model)

@@ -64,7 +64,7 @@ class MemoryGuard:
             return None
         return CannotFit(
             Reason.MEMORY_NEVER_FITS,
-            f"{token_count} tokens with the model need about {size_text(needed)}, and this server may use "
+            f"{token_count} tokens with the model need about {size_text(needed)}, but this server may use "
             f"{size_text(limit_bytes)}; send a shorter prompt or smaller images, ask for fewer tokens, or "
             "raise memory_limit_bytes",
             metadata={"estimated_bytes": needed, "limit_bytes": limit_bytes, "token_count": token_count},

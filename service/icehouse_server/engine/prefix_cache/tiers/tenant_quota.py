@@ -141,7 +141,7 @@ def _check_pinned_share(tier: str, wanted_bytes: int, limit: int, *, whose: str)
     if limit and wanted_bytes > limit_bytes:
         raise Overloaded(
             Reason.MEMORY_SHORT,
-            f"pinned blocks of {whose} would take {wanted_bytes} bytes of the {tier} there is for {whose}, "
-            f"of which {limit_bytes} may be pinned; unpin others, or wait until their pins end",
+            f"pinned blocks of {whose} would take {wanted_bytes} bytes of its {tier}, "
+            f"of which {limit_bytes} may be pinned; unpin others, or wait until their pins expire",
             retry_after_s=_PINNED_RETRY_S,
         )

@@ -136,7 +136,7 @@ class _BertLayer(Module):
         super().__init__()  # type: ignore[no-untyped-call]
         self.head_count = size_of(config, "num_attention_heads", "n_heads")
         if hidden_size % self.head_count:
-            raise ValueError(f"its hidden_size {hidden_size} is no multiple of its {self.head_count} heads")
+            raise ValueError(f"its hidden_size {hidden_size} is not a multiple of {self.head_count} heads")
         wide = size_of(config, "intermediate_size", "hidden_dim")
         self.query = Linear(hidden_size, hidden_size)
         self.key = Linear(hidden_size, hidden_size)

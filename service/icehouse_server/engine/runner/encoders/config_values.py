@@ -33,7 +33,7 @@ def activation_of(name: str) -> Callable[[mx.array], mx.array]:
     """Return the activation function with this name in transformers or PyTorch."""
     found = _ACTIVATIONS.get(name.rpartition(".")[2].lower())
     if found is None:
-        raise ValueError(f"its activation {name!r} is not known here; known are {', '.join(_ACTIVATIONS)}")
+        raise ValueError(f"its activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
     return found
 
 
@@ -42,6 +42,6 @@ def rope_base(config: Config, layers: str, *, key: str, default: float) -> float
     own = (config.get("rope_parameters") or {}).get(layers) or {}
     scaling = config.get("rope_scaling")
     if own.get("rope_type", "default") != "default" or scaling:
-        raise ValueError(f"its RoPE is scaled ({scaling or own}), which is not served for encoders")
+        raise ValueError(f"its RoPE is scaled ({scaling or own}), which is not supported for encoders")
     found: float = own.get("rope_theta") or config.get(key) or default
     return float(found)

@@ -70,7 +70,7 @@ class Encoder(Module):
         family = _family_of(config)
         assert family is not None, "only encoders are made here"
         if config.get("is_decoder"):
-            raise ValueError("its config.json says is_decoder, and it is served as an encoder alone")
+            raise ValueError("its config.json says is_decoder, but it can only be served as an encoder")
         self.has_head = has_head(config)
         self.body = family(config, has_head=self.has_head)
         self._recipe = recipe
@@ -82,7 +82,7 @@ class Encoder(Module):
         sizes = [self.body.hidden_size, *(step.output_size for step in steps)]
         for size, step in zip(sizes, steps, strict=False):
             if size != step.input_size:
-                raise ValueError(f"{step.path.name} takes {step.input_size} numbers, and gets {size}")
+                raise ValueError(f"{step.path.name} takes {step.input_size} numbers, but gets {size}")
         self.vector_size = 1 if self.has_head else sizes[-1]
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> mx.array:

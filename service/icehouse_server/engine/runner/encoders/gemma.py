@@ -30,7 +30,7 @@ class BidirectionalGemma(Module):
     def __init__(self, config: Config, *, has_head: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if has_head:
-            raise ValueError("a Gemma with a head that scores is not known here")
+            raise ValueError("a Gemma with a classification head is not supported")
         if config.get("hidden_activation", _ACTIVATION) != _ACTIVATION:
             raise ValueError(f"its hidden_activation is {config['hidden_activation']!r}, not {_ACTIVATION}")
         self.hidden_size = size_of(config, "hidden_size")
@@ -74,7 +74,7 @@ class _PackedAttention(Module):
     def __init__(self, own: Any, config: Config, kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if kind not in _BASES:
-            raise ValueError(f"its layer_types has {kind!r}; known are {', '.join(_BASES)}")
+            raise ValueError(f"its layer_types has {kind!r}; supported are {', '.join(_BASES)}")
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = own.q_proj, own.k_proj, own.v_proj, own.o_proj
         self.q_norm, self.k_norm = own.q_norm, own.k_norm
         self._head_size, self._scale = own.head_dim, own.scale

@@ -54,7 +54,7 @@ class ModernBert(Module):
         self._pooling = str(config.get("classifier_pooling", "cls"))
         if has_head:
             if self._pooling not in _POOLINGS:
-                raise ValueError(f"its classifier_pooling is {self._pooling!r}; known are {_POOLINGS}")
+                raise ValueError(f"its classifier_pooling is {self._pooling!r}; supported are {_POOLINGS}")
             self.dense = Linear(size, size, bias=bool(config.get("classifier_bias", False)))
             self.head_norm = _norm(config)
             self.classifier = Linear(size, 1)
@@ -94,11 +94,11 @@ class _ModernLayer(Module):
     def __init__(self, config: Config, kind: str, *, is_first: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if kind not in _BASES:
-            raise ValueError(f"its layer_types has {kind!r}; known are {', '.join(_BASES)}")
+            raise ValueError(f"its layer_types has {kind!r}; supported are {', '.join(_BASES)}")
         size = size_of(config, "hidden_size")
         self.head_count = size_of(config, "num_attention_heads")
         if size % self.head_count:
-            raise ValueError(f"its hidden_size {size} is no multiple of its {self.head_count} heads")
+            raise ValueError(f"its hidden_size {size} is not a multiple of {self.head_count} heads")
         attention_bias, wide_bias = (bool(config.get(key)) for key in ("attention_bias", "mlp_bias"))
         wide = size_of(config, "intermediate_size")
         self.attn_norm = Identity() if is_first else _norm(config)

@@ -66,7 +66,7 @@ class VectorRecipe:
     def check_steps(self) -> None:
         """Raise ValueError if an unknown step makes vectors."""
         if self.unknown_step:
-            raise ValueError(f"modules.json has a step {self.unknown_step!r}, which is not known here")
+            raise ValueError(f"modules.json has a step {self.unknown_step!r}, which is not supported")
 
 
 def has_head(config: Mapping[str, Any]) -> bool:
@@ -78,7 +78,7 @@ def has_head(config: Mapping[str, Any]) -> bool:
     count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
     if count != 1:
         raise ValueError(
-            f"it sorts texts into {count} classes; of such models only those with one score are served"
+            f"it sorts texts into {count} classes; only models with a single score are supported"
         )
     return True
 
@@ -125,7 +125,7 @@ def _steps(folder: Path) -> Sequence[tuple[str, Path]]:
 def _prompts_of(options: Mapping[str, Any]) -> tuple[EmbeddingPrompt, ...]:
     prompts, default = options.get("prompts") or {}, options.get("default_prompt_name")
     if default is not None and default not in prompts:
-        raise ValueError(f"it has no prompt of its default_prompt_name {default!r}")
+        raise ValueError(f"it has no prompt named {default!r}, its default_prompt_name")
     return tuple(EmbeddingPrompt(str(name), str(text), name == default) for name, text in prompts.items())
 
 
@@ -134,9 +134,9 @@ def _gather_of(options: Mapping[str, Any]) -> Gather:
     modes = [modes] if isinstance(modes, str) else list(modes)
     known = [mode.value for mode in Gather]
     if len(modes) != 1 or modes[0] not in known:
-        raise ValueError(f"its pooling is {modes or None}; known here is one of {', '.join(known)}")
+        raise ValueError(f"its pooling is {modes or None}; supported are {', '.join(known)}")
     if not options.get("include_prompt", True):
-        raise ValueError("its pooling leaves the prompt out (include_prompt), which is not served")
+        raise ValueError("its pooling leaves the prompt out (include_prompt), which is not supported")
     return Gather(modes[0])
 
 

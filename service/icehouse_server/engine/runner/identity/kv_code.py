@@ -98,8 +98,8 @@ class KvCode:
         unread = sorted(f"{home.module}.{home.name}" for home in set(_homes(classes)) - self.names)
         if unread:
             raise model_invalid(
-                f"the model is made of {', '.join(unread)}, whose code its fingerprint does not hold, so "
-                "blocks might outlive a change of it; serve it without an SSD tier, and report this"
+                f"the model is made of {', '.join(unread)}, whose code its fingerprint does not cover, so "
+                "blocks might survive a change to it; serve it without an SSD tier, and report this"
             )
 
 
@@ -315,8 +315,8 @@ def _files_digest(root: Path, paths: Iterable[Path]) -> str:
 
 def _changed(names: Iterable[str]) -> ModelError:
     return model_invalid(
-        f"{', '.join(names)} changed while the server started, so what runs may be neither the old code nor "
-        "the new; start it again"
+        f"{', '.join(names)} changed while the server started, so it may run neither the old code nor "
+        "the new; restart it"
     )
 
 

@@ -146,7 +146,7 @@ def _read_source(found: _Found) -> ModuleSource:
     except (AttributeError, ImportError, OSError, SyntaxError, ValueError, EOFError) as error:
         raise UnreadableSource(f"{spec.name} in {spec.origin} cannot be read: {error}") from error
     raise UnreadableSource(
-        f"{spec.name} in {spec.origin} has no source that compiles to what an import runs; install it anew"
+        f"{spec.name} in {spec.origin} has no source matching its compiled code; reinstall it"
     )
 
 

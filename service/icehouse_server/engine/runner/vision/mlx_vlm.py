@@ -45,17 +45,17 @@ def refusal(path: Path, config: Mapping[str, Any]) -> str | None:
     """Return why a model folder's images are not served, in words that follow its name; None if they are,
     given the extra. If there is a reason, mlx-lm reads its text."""
     if not sees(config):
-        return "reads text alone"
+        return "reads only text"
     kind = config["model_type"]
     family = _FAMILIES[kind]
     if family.is_read_by_mlx_lm and not _has_tower(path):
-        return "reads text alone: its folder has no weights of a vision tower"
+        return "reads only text: its folder has no vision tower weights"
     text_kind = (config.get("text_config") or {}).get("model_type")
     if family.tower is PatchTower and text_kind in _BLIND_TEXTS:
-        return f"reads text alone: of a {kind} whose text half is a {text_kind} images are not served"
+        return f"reads only text: images are not supported for a {kind} whose text model is a {text_kind}"
     feature_layer = config.get("vision_feature_layer", -1)
     if family.tower is PatchTower and not isinstance(feature_layer, int):
-        return f"reads text alone: vectors of several layers of its tower ({feature_layer}) are not served"
+        return f"reads only text: vectors of several layers of its tower ({feature_layer}) are not supported"
     return None
 
 
@@ -93,7 +93,7 @@ def _weight_names(path: Path) -> Iterable[str]:
         with file.open("rb") as opened:
             size_bytes = int.from_bytes(opened.read(8), "little")
             if size_bytes > os.fstat(opened.fileno()).st_size:
-                raise ValueError(f"{file} is no safetensors file")
+                raise ValueError(f"{file} is not a safetensors file")
             yield from json.loads(opened.read(size_bytes))
 
 
@@ -127,7 +127,7 @@ def _read_rope_base(language_model: Any, text: Mapping[str, Any]) -> None:
         return
     if rope.get("rope_type", "default") != "default":
         raise ValueError(
-            f"its rope_parameters are of the type {rope['rope_type']!r}; only `default` is served"
+            f"its rope_parameters are of the type {rope['rope_type']!r}; only `default` is supported"
         )
     for layer in language_model.layers:
         layer.self_attn.rope.base = float(rope["rope_theta"])
@@ -172,7 +172,7 @@ class WholeImageTextModel(TextModel):
         if config.mm_tokens_per_image > config.sliding_window:
             raise ValueError(
                 f"an image has {config.mm_tokens_per_image} tokens and its layers a window of "
-                f"{config.sliding_window}; only images that fit into the window are served"
+                f"{config.sliding_window}; only images that fit into the window are supported"
             )
 
 

@@ -159,7 +159,7 @@ def steps(*listed: tuple[str, str]) -> list[dict[str, str]]:
     [
         (config_with(hidden_size="wide"), "hidden_size"),
         (config_with(num_hidden_layers=None), "num_hidden_layers"),
-        (config_with(num_attention_heads=5), "no multiple of its 5 heads"),
+        (config_with(num_attention_heads=5), "not a multiple of 5 heads"),
         (config_with(hidden_act="swish_of_old"), "swish_of_old"),
         (config_with(position_embedding_type="relative_key"), "relative_key"),
         (config_with(is_decoder=True), "is_decoder"),
@@ -228,7 +228,7 @@ def test_a_decoder_with_steps_of_encoders_is_refused(tmp_path: Path) -> None:
     write_json(folder / "modules.json", steps(("", "Transformer"), ("1_Pooling", "Pooling")))
     source = ModelSource(folder, "tiny")
     loaded, tokenizer = at_once.load(source), model_loader.load_tokenizer(source)
-    with pytest.raises(ModelError, match="encoders alone"):
+    with pytest.raises(ModelError, match="encoders only"):
         model_loader.describe(loaded, source, tokenizer, fingerprint_hex="")
 
 
