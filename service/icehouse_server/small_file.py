@@ -49,4 +49,4 @@ def read_small_file(path: Path, *, limit_bytes: int = SMALL_FILE_LIMIT_BYTES) ->
 
 def _check_plain(path: Path, info: os.stat_result) -> None:
     if not stat.S_ISREG(info.st_mode):
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))

@@ -174,7 +174,7 @@ class Files:
                 # It is only read, so a second name does no harm.
                 _refuse_foreign(info, may_have_links=True)
             elif not info.is_file:
-                raise OSError(errno.EINVAL, "It is no plain file", path)
+                raise OSError(errno.EINVAL, "It is not a plain file", path)
         except BaseException:
             os.close(descriptor)
             raise

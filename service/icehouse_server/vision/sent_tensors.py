@@ -178,9 +178,7 @@ class SentTensors:
 def check_bytes(sent: SentImages, limits: ImageLimits) -> None:
     """Refuse more images, or more bytes of them, than a request may have."""
     if len(sent.places) > limits.image_count:
-        raise _invalid(
-            sent.places_field, f"has {len(sent.places)} images; at most {limits.image_count} may be"
-        )
+        raise _invalid(sent.places_field, f"has {len(sent.places)} images; the limit is {limits.image_count}")
     size_bytes = sum(each.tensor.data.nbytes for each in sent.tensors)
     if size_bytes > limits.prepared_bytes:
         raise _invalid(

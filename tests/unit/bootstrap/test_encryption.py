@@ -84,7 +84,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> Non
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "none") in refusal(key_of_file, tmp_path / "none")
-    assert "no plain file" in refusal(key_of_file, tmp_path)
+    assert "not a plain file" in refusal(key_of_file, tmp_path)
 
 
 def test_a_command_prints_the_key() -> None:

@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model.adapters": "a=missing"},
         "missing/adapter_config.json cannot be read: No such file or directory",
     ),
-    "images of no folder": ({"server.image_folders": "pictures"}, "which is no plain absolute path"),
+    "images of no folder": ({"server.image_folders": "pictures"}, "which is not a plain absolute path"),
     "events for everybody": ({"kv_events.zmq_endpoint": "tcp://0.0.0.0:5557"}, "is open to other machines"),
 }
 _PATHS = ("_file", "_certificate", "_key", "_ca", "_path")

@@ -95,8 +95,8 @@ def test_a_wrong_file_is_refused(tmp_path: Path, content: Any, told: str) -> Non
     ("name", "told"),
     [
         ("none", "cannot be read: No such file or directory"),
-        (".", "cannot be read: it is no plain file"),
-        ("pipe", "cannot be read: it is no plain file"),
+        (".", "cannot be read: it is not a plain file"),
+        ("pipe", "cannot be read: it is not a plain file"),
         ("huge", "cannot be read: it has more than"),
         ("link", "cannot be read: Too many levels of symbolic links"),
     ],

@@ -214,7 +214,7 @@ def test_too_many_images_too_many_bytes_and_too_many_pixels_are_refused(
     folders: Callable[[str], Path],
 ) -> None:
     refusals = {
-        "image_count": ("mm.places", "has 2 images; at most 1 may be"),
+        "image_count": ("mm.places", "has 2 images; the limit is 1"),
         "prepared_bytes": (f"mm.{PIXELS}", "the limit for a request's images is 1;"),
         "pixel_count": (f"mm.{PIXELS}", "the limit is 1; scale it down"),
     }

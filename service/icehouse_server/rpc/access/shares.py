@@ -86,7 +86,7 @@ class FairShare(_Held):
         return Overloaded(
             Reason.QUEUE_FULL,
             f"{self._total} {self._what} are in flight, {held} of them yours; the limit is {self.limit}, of "
-            "which some stay free for others; try again later",
+            "which part is reserved for others; try again later",
             retry_after_s=RETRY_S,
             metadata={"in_flight": self._total, "yours": held, "limit": self.limit},
         )

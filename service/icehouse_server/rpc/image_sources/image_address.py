@@ -192,7 +192,7 @@ def read_image_folders(text: str | None) -> tuple[str, ...]:
     folders = tuple(os.path.expanduser(part) for part in _parts(text))
     for folder in folders:
         if not os.path.isabs(folder) or os.path.normpath(folder) != folder.rstrip("/") or "\0" in folder:
-            raise ValueError(f"lists {folder!r}, which is no plain absolute path, such as /srv/pictures")
+            raise ValueError(f"lists {folder!r}, which is not a plain absolute path, such as /srv/pictures")
     return tuple(folder.rstrip("/") for folder in folders)
 
 
@@ -207,7 +207,7 @@ def _listed(name: str, text: str | None, read: Callable[[str | None], tuple[Item
 def _parts(text: str | None) -> list[str]:
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     if len(parts) > _COUNT_LIMIT:
-        raise ValueError(f"lists {len(parts)}, and the limit is {_COUNT_LIMIT}")
+        raise ValueError(f"lists {len(parts)}; the limit is {_COUNT_LIMIT}")
     return parts
 
 

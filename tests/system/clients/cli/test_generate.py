@@ -56,7 +56,7 @@ async def test_a_suffix_makes_text_the_prefix_of_a_gap() -> None:
     assert (filled.exit_code, ended.exit_code) == (0, 0)
     assert listed.stdout == "256,97,257,98,258\n"
     for refused in refusals:
-        assert refused.exit_code == 2 and "--suffix is behind TEXT" in refused.output
+        assert refused.exit_code == 2 and "--suffix needs a TEXT" in refused.output
 
 
 @pytest.mark.parametrize("command", [("generate", "Hi"), ("chat",)], ids=lambda c: c[0])

@@ -102,7 +102,7 @@ async def test_what_is_no_file_is_told_once_and_keeps_nothing_else_from_being_re
         await security.refresh()
     assert sorted(taken(caplog)) == sorted(others)
     told = [vars(r)["detail"] for r in caplog.records if r.getMessage() == "old_secrets_kept"]
-    assert len(told) == 1 and "it is no plain file" in told[0]
+    assert len(told) == 1 and "it is not a plain file" in told[0]
 
     path = place.folder / name
     path.rmdir() if path.is_dir() else path.unlink()

@@ -46,7 +46,7 @@ class Places:
         if held >= _FACTOR * (self._limit - total):
             message = (
                 f"{total} requests are in flight, {held} of them yours; the limit is {self._limit}, of which "
-                "some stay free for others; try again later"
+                "part is reserved for others; try again later"
             )
             raise ApiError(429, message, code="QUEUE_FULL", retry_s=_RETRY_S)
         self._held[caller] += 1

@@ -91,7 +91,7 @@ def _reasoning_of(item: Fields) -> str:
     try:
         return base64.b64decode(sealed.removeprefix(_SEALED), validate=True).decode()
     except (binascii.Error, ValueError):
-        raise item.refusal("encrypted_content", "is not as it was told") from None
+        raise item.refusal("encrypted_content", "is not what the server sent") from None
 
 
 def items_of(reply: Reply, functions: Functions, *, seals: bool) -> list[Item]:

@@ -47,7 +47,7 @@ class GivenPrompt:
         if suffix is None:
             return self.prompt
         if not isinstance(self.prompt, str):
-            raise typer.BadParameter("--suffix is behind TEXT, which is no turn of a chat")
+            raise typer.BadParameter("--suffix needs a TEXT that is not a turn of a chat")
         return Infill(self.prompt, suffix)
 
 
