@@ -192,7 +192,7 @@ class GroupServer(stubs.GroupServiceServicer):
         self._strangers.excuse(context)
         hello = first.hello
         if self._broken:
-            context.abort(grpc.StatusCode.UNAVAILABLE, f"rank 0 ends, for it lost {self._broken}")
+            context.abort(grpc.StatusCode.UNAVAILABLE, f"rank 0 stops because it lost {self._broken}")
         refusal = self._refusal(hello, context)
         if refusal:
             _log.warning("rank_refused", extra={"rank": hello.rank, "detail": refusal})
@@ -228,7 +228,7 @@ class GroupServer(stubs.GroupServiceServicer):
     def _unproved(self, who: group.Hello | group.CompareRequest, context: grpc.ServicerContext) -> str:
         """Return why the sender cannot be the rank that it claims to be; empty if it may be."""
         if who.world != self._membership.world or who.rank not in self._membership.followers:
-            return f"rank {who.rank} of {who.world} is none of {self._membership.world}"
+            return f"rank {who.rank} of {who.world} is not one of {self._membership.world}"
         host = self._membership.host(who.rank).strip("[]")
         names = [*context.auth_context().get("x509_subject_alternative_name", ())]
         if self._tls is not None and host.encode() not in names:
@@ -280,7 +280,7 @@ class GroupServer(stubs.GroupServiceServicer):
             self._lose(rank, f"its connection broke: {error!r}")
         except Exception as error:  # in the code that handles the report
             _log.error("report_failed", exc_info=error)
-            self._lose(rank, "its report could not be taken")
+            self._lose(rank, "its report could not be processed")
         else:
             self._lose(rank, "it ended its connection")
 

@@ -92,9 +92,9 @@ def test_all_begin_once_all_are_there_and_orders_come_in_sequence() -> None:
         (1, None, {**FACTS, "mlx": "2"}, "rank 1 does not fit: mlx is 2 there and 1 on rank 0"),
         (1, None, {"mlx": "1"}, "the model is nothing there and a on rank 0"),
         (1, None, {**FACTS, "a": "x" * 100_000}, "rank 1 does not fit: a is xxx"),
-        (1, 3, None, "rank 1 of 3 is none of 2"),
-        (0, None, None, "rank 0 of 2 is none of 2"),
-        (2, None, None, "rank 2 of 2 is none of 2"),
+        (1, 3, None, "rank 1 of 3 is not one of 2"),
+        (0, None, None, "rank 0 of 2 is not one of 2"),
+        (2, None, None, "rank 2 of 2 is not one of 2"),
     ],
 )
 def test_who_does_not_fit_is_refused_by_name(
@@ -135,7 +135,7 @@ def test_who_comes_when_a_rank_was_lost_hears_that_rank_0_ends() -> None:
         assert served.lost.get(timeout=BOUND_S) == "rank 1: no memory"
         refused = Following(served.client(1)).next()
         assert isinstance(refused, ChannelBroken)
-        assert "rank 0 ends, for it lost rank 1: no memory" in str(refused)
+        assert "rank 0 stops because it lost rank 1: no memory" in str(refused)
 
 
 def test_all_ranks_may_take_what_the_least_of_them_may() -> None:
@@ -253,7 +253,7 @@ def test_a_report_that_makes_no_sense_loses_its_rank() -> None:
     with serving() as served:
         (follower,) = joined(served, 1)
         follower.client.report(group.FollowRequest(lost=group.Lost(names=[b"x"])))
-        assert served.lost.get(timeout=BOUND_S) == "rank 1: its report could not be taken"
+        assert served.lost.get(timeout=BOUND_S) == "rank 1: its report could not be processed"
 
 
 def test_a_rank_whose_connection_ends_is_lost() -> None:

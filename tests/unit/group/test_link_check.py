@@ -65,7 +65,7 @@ def test_the_shortest_round_trip_says_best_how_far_clocks_are_apart() -> None:
 
 
 def test_one_that_is_no_rank_is_refused() -> None:
-    with serving() as served, pytest.raises(StartError, match="rank 5 of 2 is none of 2"):
+    with serving() as served, pytest.raises(StartError, match="rank 5 of 2 is not one of 2"):
         asked(served, rank=5)
 
 
