@@ -72,10 +72,10 @@ app.command("run", rich_help_panel=SERVE)(run)
 
 @app.command(rich_help_panel=SERVE)
 def demo(
-    prompt: Annotated[str, typer.Option(help="What the model is asked.")] = DEMO_QUESTION,
-    max_output_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes.")] = 48,
+    prompt: Annotated[str, typer.Option(help="Question for the model.")] = DEMO_QUESTION,
+    max_output_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of the answer.")] = 48,
 ) -> None:
-    """Make the demo model, stream an answer of it, show one prompt cold, from RAM and from SSD."""
+    """Build the demo model, stream an answer, and show one prompt cold, from RAM and from SSD."""
     from icehouse_server.cli.local.demo import run_demo
 
     if not run_demo(question=prompt, max_output_tokens=max_output_tokens):
@@ -84,7 +84,7 @@ def demo(
 
 @app.command("http", add_help_option=False, context_settings=_PASSES_ALL_ON, rich_help_panel=SERVE)
 def http(context: typer.Context) -> None:
-    """Offer OpenAI's and Anthropic's HTTP APIs for a server anywhere; the same as `icehouse-http`."""
+    """Offer OpenAI's and Anthropic's HTTP APIs for any Icehouse server; the same as `icehouse-http`."""
     from icehouse_http.command import main as front
 
     front(context.args)
@@ -98,13 +98,13 @@ app.command("doctor", cls=SettingsCommand, rich_help_panel=LOOK_AFTER)(with_sett
 app.command("config", cls=SettingsCommand, rich_help_panel=LOOK_AFTER)(with_settings(show_config))
 app.add_typer(service_commands.app, name="service", rich_help_panel=SERVE)
 app.add_typer(
-    CommandLine(help="Look into the SSD tier's directory, check it, move its blocks and remove them."),
+    CommandLine(help="Inspect and check the SSD tier's directory; move or remove its blocks."),
     name="cache",
     cls=group_in("icehouse_server.cli.cache_directory"),
     rich_help_panel=CACHE,
 )
 app.add_typer(
-    CommandLine(help="Make and change the key that blocks on SSD are encrypted with."),
+    CommandLine(help="Create or change the key that encrypts blocks on SSD."),
     name="key",
     cls=group_in("icehouse_server.cli.key"),
     rich_help_panel=CACHE,

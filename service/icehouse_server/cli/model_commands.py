@@ -43,7 +43,7 @@ def ls(as_json: AsJson = False) -> None:
         print_json({"models": [_facts_of(model) for model in found]})
         return
     if not found:
-        err.print("no models are here; `icehouse pull` fetches one")
+        err.print("no models on this machine; `icehouse pull` downloads one")
         return
     now = SystemClock().wall()
     shown = table("model", "size", "last read", "", figures=("size", "last read"))
@@ -55,7 +55,7 @@ def ls(as_json: AsJson = False) -> None:
 
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Models as `icehouse ls` shows them.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove models from this machine, after asking. One that a server here serves is kept."""

@@ -85,7 +85,7 @@ def test_the_model_needs_no_flag() -> None:
     said = run("serve", "--no-preload", "./nowhere")
     assert isinstance(said.exception, IcehouseError) and "./nowhere" in str(said.exception)
     twice = run("serve", "./nowhere", "--model", "demo")
-    assert twice.exit_code == 2 and "said twice" in twice.output
+    assert twice.exit_code == 2 and "given twice" in twice.output
 
 
 @pytest.mark.parametrize(

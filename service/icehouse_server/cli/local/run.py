@@ -29,7 +29,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Serve a model on a free loopback port and talk with it; the server ends with the conversation."""
-    status = f"loading {model}, which is fetched the first time"
+    status = f"loading {model}, which is downloaded the first time"
     try:
         with (
             tempfile.TemporaryDirectory(prefix="icehouse-run-") as scratch,
