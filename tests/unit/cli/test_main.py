@@ -127,9 +127,9 @@ def test_config_shows_value_and_source() -> None:
         (("config", "--config", "/nowhere.toml"), 2, "cannot read the config file"),
         (("serve", "--no-preload", "--model", "./nowhere"), 1, "there is no model folder"),
         (("generate", "hi", "--address", "127.0.0.1:1"), 1, "no server answers at 127.0.0.1:1"),
-        (("generate", "caf\udce9", "--address", "127.0.0.1:1"), 2, "bytes that are no UTF-8"),
-        (("models", "--address", "http://localhost:1"), 2, "is a URL; say host:port"),
-        (("models", "--address", "localhost"), 2, "has no port; say host:port"),
+        (("generate", "caf\udce9", "--address", "127.0.0.1:1"), 2, "not valid UTF-8"),
+        (("models", "--address", "http://localhost:1"), 2, "is a URL; use host:port"),
+        (("models", "--address", "localhost"), 2, "has no port; use host:port"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(

@@ -59,7 +59,7 @@ def test_a_file_without_a_token_is_told_before_the_call(
         (("--max-output-tokens", "99999999999"), "--max-output-tokens"),
         (("--timeout-s", "-1"), "--timeout-s"),
         (("--timeout-s", "inf"), "--timeout-s"),
-        (("--tokens", "99999999999999999999"), "is no token id"),
+        (("--tokens", "99999999999999999999"), "is not a token id"),
     ],
 )
 def test_numbers_that_no_request_can_hold_are_refused(options: tuple[str, str], wanted: str) -> None:

@@ -56,7 +56,7 @@ async def test_a_suffix_makes_text_the_prefix_of_a_gap() -> None:
     assert (filled.exit_code, ended.exit_code) == (0, 0)
     assert listed.stdout == "256,97,257,98,258\n"
     for refused in refusals:
-        assert refused.exit_code == 2 and "--suffix is behind TEXT" in refused.output
+        assert refused.exit_code == 2 and "--suffix needs a TEXT" in refused.output
 
 
 @pytest.mark.parametrize("command", [("generate", "Hi"), ("chat",)], ids=lambda c: c[0])
@@ -103,7 +103,7 @@ async def test_pictures_are_shown_with_the_text(tmp_path: Path) -> None:
     assert told.exit_code == 0 and shown == [(b"one.png", "AUTO"), (b"two.gif", "AUTO")]
     assert short.exit_code == 0 and images.shown == [(b"one.png", "LOW"), (b"two.gif", "LOW")]
     assert wrong.exit_code == 2 and "--image-detail" in wrong.output
-    assert without.exit_code == 2 and "with TEXT" in without.stderr
+    assert without.exit_code == 2 and "--image needs TEXT" in without.stderr
     assert missing.exit_code != 0 and "none.png cannot be read" in str(missing.exception)
 
 
@@ -167,10 +167,10 @@ async def test_a_disagreement_on_tls_is_told_from_a_server_that_is_not_there(tmp
         )
     nameless = await invoke("generate", "Hi", "--address", "nosuch.invalid:1")
     nobody = await invoke("generate", "Hi", "--address", "127.0.0.1:1")
-    assert "wants --ca (or --tls)" in plain.output
+    assert "needs --ca (or --tls)" in plain.output
     for disagreeing in (public, wrong, needless):
         assert "do not agree on TLS" in disagreeing.output and "--ca" in disagreeing.output
-    assert "no PEM file" in no_pem.output
+    assert "not such a PEM file" in no_pem.output
     assert "cannot be resolved; an --address is host:port" in nameless.output
     assert "start one with `icehouse serve`" in nobody.output
     codes = {result.exit_code for result in (plain, public, wrong, needless, no_pem, nameless, nobody)}
@@ -181,4 +181,4 @@ async def test_a_deadline_that_passes_says_what_to_do() -> None:
     async with running() as served:
         served.engine.script = hanging
         late = await invoke("generate", "Hi", "--timeout-s", "0.2", "--address", served.server.address)
-    assert late.exit_code == 1 and "allow more with --timeout-s" in late.stderr
+    assert late.exit_code == 1 and "raise --timeout-s" in late.stderr

@@ -82,7 +82,10 @@ async def test_requests_are_listed_and_ended(served: RunningServer) -> None:
         pass
     listed, facts = await invoke("requests", *address), await invoke("requests", "--json", *address)
     ended, again = await invoke("cancel", "r0", "r1", *address), await invoke("cancel", "r1", *address)
-    assert (nothing.exit_code, nothing.stdout) == (0, "") and "nothing waits or runs" in nothing.stderr
+    assert (nothing.exit_code, nothing.stdout) == (
+        0,
+        "",
+    ) and "no requests waiting or running" in nothing.stderr
     assert listed.stdout.splitlines()[1].split()[:3] == ["r1", "Stream", "decoding"]
     assert "1 of 9" in listed.stdout
     assert json.loads(facts.stdout)["requests"][0]["request_id"] == "r1"
@@ -127,4 +130,4 @@ async def test_a_server_with_tls_and_tokens_is_asked_without_a_token(tmp_path: P
         asked = await invoke("health", environ=environ)
         plain = await invoke("health", "--address", served.server.address)
     assert (asked.exit_code, asked.stdout) == (0, "SERVING\n"), asked.output
-    assert plain.exit_code == 1 and "wants --ca" in plain.output
+    assert plain.exit_code == 1 and "needs --ca" in plain.output

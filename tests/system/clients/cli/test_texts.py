@@ -17,7 +17,7 @@ async def test_tokens_are_shown_as_ids_as_a_table_and_as_json(served: RunningSer
     assert ids.stdout == "72,105\n"
     assert json.loads(facts.stdout) == [{"id": 72, "piece": "<72>"}, {"id": 105, "piece": "<105>"}]
     tokens = await invoke("tokenize", "--tokens", "1", "--address", served.server.address)
-    assert tokens.exit_code == 2 and "tokens already" in tokens.output
+    assert tokens.exit_code == 2 and "already tokens" in tokens.output
 
 
 async def test_detokenize_gives_the_text_back(served: RunningServer) -> None:

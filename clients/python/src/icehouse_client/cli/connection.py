@@ -47,16 +47,17 @@ def _option(variable: str, help: str, *flags: str) -> Any:
 def server_of(
     context: typer.Context,
     address: Annotated[
-        str | None, _option("ADDRESS", "host:port or unix:/path; by default where `serve` would listen.")
+        str | None, _option("ADDRESS", "host:port or unix:/path; by default where `serve` listens.")
     ] = None,
     token: Annotated[
-        Path | None, _option("TOKEN_FILE", "File with the bearer token; an operator's may do everything.")
+        Path | None,
+        _option("TOKEN_FILE", "File with the bearer token; an operator's token may do everything."),
     ] = None,
     tls: Annotated[
         bool,
         _option(
             "TLS",
-            "The server has TLS with a certificate of a public authority; --ca and --certificate imply it.",
+            "Use TLS and trust public authorities; --ca and --certificate imply --tls.",
             "--tls",
         ),
     ] = False,
@@ -109,7 +110,7 @@ def failing_call_ends(address: str) -> Iterator[None]:
         # What the client says of such a text names its own arguments, and not this command's.
         if not isinstance(error.__cause__, UnicodeEncodeError):
             raise
-        complain("the text has bytes that are no UTF-8; convert it first, as with `iconv -t utf-8`")
+        complain("the text is not valid UTF-8; convert it first, for example with `iconv -t utf-8`")
         raise typer.Exit(EXIT_USAGE) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(EXIT_INTERRUPTED) from error
@@ -122,9 +123,9 @@ def failure_text(error: IcehouseClientError, address: str) -> str:
         case "UNAVAILABLE":
             return _not_reached_text(error.message, address)
         case "DEADLINE_EXCEEDED":
-            return f"the server at {address} did not answer in the time given; allow more with --timeout-s"
+            return f"the server at {address} did not answer in time; raise --timeout-s"
         case "UNIMPLEMENTED":
-            return f"the server at {address} does not know this call; it is older than this command"
+            return f"the server at {address} does not have this call; it is older than this command"
     return f"{error.code.name}: {error.message}"
 
 
@@ -134,29 +135,29 @@ def _not_reached_text(details: str, address: str) -> str:
         why = details.rpartition("handshake failed")[2].strip(" :").removesuffix(": OK")
         return (
             f"the server at {address} and this command do not agree on TLS {why}; name its authority with "
-            "--ca, or say neither --ca nor --tls to a server without TLS"
+            "--ca, or use neither --ca nor --tls for a server without TLS"
         )
     if "security handshaker" in details:
-        return "what --ca, --certificate or --key names is no PEM file of such a kind; name another one"
+        return "the file named by --ca, --certificate or --key is not such a PEM file; name another one"
     if "resolving" in details or "resolution" in details:
         return f"the name in {address} cannot be resolved; an --address is host:port or unix:/path"
     if "Socket closed" in details or "reset" in details:
         return (
-            f"the server at {address} closed the connection; one with TLS wants --ca (or --tls), one that "
+            f"the server at {address} closed the connection; one with TLS needs --ca (or --tls), one that "
             "asks for certificates --certificate and --key too"
         )
     if variable := proxy_variable(address):
         return (
-            f"the proxy that {variable} names does not reach a server at {address}; where none is needed, "
+            f"the proxy in {variable} does not reach a server at {address}; if you need no proxy, "
             f"list the server's host in no_proxy"
         )
-    return f"no server answers at {address}; start one with `icehouse serve`, or say --address"
+    return f"no server answers at {address}; start one with `icehouse serve`, or set --address"
 
 
 def _checked(address: str) -> str:
     if problem := address_problem(address):
         raise UsageError(
-            f"the address {address!r} {problem}; say host:port, as in localhost:50051, or unix:/path"
+            f"the address {address!r} {problem}; use host:port, such as localhost:50051, or unix:/path"
         )
     return address
 
@@ -165,8 +166,8 @@ def _token_in(path: Path) -> str:
     text = (_content("--token", path) or b"").decode("ascii", "replace").strip()
     if not text or not all("!" <= char <= "~" for char in text):
         raise UsageError(
-            f"--token names {path}, which holds no bearer token; there must be the one word that "
-            "`icehouse token new` has printed (its other line is for the server)"
+            f"--token names {path}, which holds no bearer token; it must contain only the one word that "
+            "`icehouse token new` printed (its other line is for the server)"
         )
     return text
 

@@ -77,7 +77,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 
 app = CommandLine(
     name="icehouse-client",
-    help="Ask a server of Icehouse: generate, chat, look into its prefix cache and at what it does.",
+    help="Use an Icehouse server: generate, chat, and inspect its prefix cache and activity.",
 )
 for panel, commands in _COMMANDS.items():
     for command in commands:
