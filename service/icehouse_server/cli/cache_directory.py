@@ -197,7 +197,7 @@ def purge(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove blocks for good. No server may be using the directory."""
+    """Remove blocks for good. Stop the server first."""
     if not (everything or unencrypted or fingerprint or block or unused_days is not None):
         raise typer.BadParameter(
             "choose what to remove: --all, --unencrypted, --fingerprint, --block or --unused-days"

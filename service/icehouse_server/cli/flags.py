@@ -43,7 +43,7 @@ OFTEN_SET: Mapping[str, tuple[str, ...]] = {
     "Model": ("model.model", "engine.memory_limit_bytes"),
     "Addresses and callers": ("server.host", "server.port", "http.port", "security.token_file"),
     "Prefix cache": ("cache.ram_bytes", "cache.ssd_bytes", "cache.directory"),
-    "Fleet and watching": (
+    "Fleet and monitoring": (
         *("fleet.worker_enabled", "telemetry.metrics_port", "telemetry.status_page_enabled"),
     ),
 }

@@ -70,7 +70,7 @@ def test_help_shows_what_is_often_set_in_groups_and_on_one_screen(
 def test_commands_are_in_groups_and_none_is_without() -> None:
     text = run("--help").stdout
     assert re.findall(r"^╭─ (.+?) ─", text, re.MULTILINE) == [
-        *("Options", "Serve", "Ask", "Cache", "Models", "Look after")
+        *("Options", "Serve", "Ask", "Cache", "Models", "Manage")
     ]
     ask = text.partition("─ Ask ─")[2].partition("╰")[0]
     assert "rerank" in ask and "generate" in ask

@@ -45,7 +45,7 @@ def bench(
 ) -> None:
     """Measure prefill, decode and restore in tokens a second, by the wall clock; other load slows it down.
 
-    Restores from SSD need a restart, and so MODEL. What was restored is evicted again.
+    Restores from SSD need a restart, so only MODEL measures them. What was restored is evicted again.
     """
     report = _of_running(server.client, limit_s=limit_s) if model is None else _of_own(model, limit_s=limit_s)
     if as_json:

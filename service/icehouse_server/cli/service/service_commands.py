@@ -25,7 +25,7 @@ from icehouse_server.cli.service.stop_bounds import stop_bound_s
 from icehouse_server.config import load_config
 from icehouse_server.config.load import CLIENT_VARIABLES, FILE_VARIABLE, environment
 
-app = CommandLine(help="Have systemd or launchd run the server for you.")
+app = CommandLine(help="Run the server as a systemd or launchd service.")
 
 
 _STOP_MARGIN_S = 3

@@ -43,7 +43,7 @@ async def test_models_tells_what_is_served(served: RunningServer) -> None:
         ),
         (
             {"sees_images": True, "runs_images_whole": True, "pass_splits": (PassSplit.ALONE,)},
-            ("images yes, each in one pass", "passes each sequence its own"),
+            ("images yes, each in one pass", "passes one per sequence"),
         ),
     ],
 )

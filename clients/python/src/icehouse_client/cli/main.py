@@ -17,7 +17,7 @@ from icehouse_client.cli.top import top
 ASK = "Ask"
 CACHE = "Cache"
 MODELS = "Models"
-LOOK_AFTER = "Look after"
+MANAGE = "Manage"
 """Groups of commands in the help."""
 
 _TYPES = {
@@ -72,7 +72,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         *(prefix_cache.end_session, prefix_cache.evict),
     ),
     MODELS: (server.models, server.ps),
-    LOOK_AFTER: (top, server.stats, server.info, server.health, server.requests, server.cancel),
+    MANAGE: (top, server.stats, server.info, server.health, server.requests, server.cancel),
 }
 
 app = CommandLine(

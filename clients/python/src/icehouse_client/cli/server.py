@@ -233,7 +233,7 @@ def _model_table(model: Model) -> Table:
         ("passes", _passes(model)),
         ("embeds", f"{model.embedding_dimensions:,} dimensions" if model.embedding_dimensions else "no"),
         ("adapters", ", ".join(adapter.name for adapter in model.adapters) or "none"),
-        ("cache", model.fingerprint[:8] or "none is kept"),
+        ("cache", model.fingerprint[:8] or "none"),
     )
 
 
@@ -241,7 +241,7 @@ def _passes(model: Model) -> str:
     """Return what sequences share of a pass; a server of before told nothing of it."""
     splits = [_words(split, "PASS_SPLIT_") for split in facts_of(model)["pass_splits"]]
     if splits == ["alone"]:
-        return "each sequence its own"
+        return "one per sequence"
     return f"shared, split at {' and '.join(splits)}" if splits else "not known"
 
 
