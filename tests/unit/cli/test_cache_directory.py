@@ -148,7 +148,7 @@ def test_purge_asks_first(directory):
     result = CliRunner().invoke(app, ["purge", "--cache-directory", directory, "--all"], input="n\n")
     assert result.exit_code == 1
     unasked = CliRunner().invoke(app, ["purge", "--cache-directory", directory, "--all"])
-    assert unasked.exit_code == 2 and "use --yes" in unasked.stderr and "Aborted" not in unasked.stderr
+    assert unasked.exit_code == 2 and "pass --yes" in unasked.stderr and "Aborted" not in unasked.stderr
     assert len(json.loads(run("ls", "--cache-directory", directory, "--json")[1])) == 3
 
 

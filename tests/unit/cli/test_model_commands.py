@@ -57,7 +57,7 @@ def test_a_model_is_pulled_listed_and_removed(tmp_path: Path, hub: str) -> None:
     assert sorted(path.name for path in home.snapshot.iterdir()) == ["config.json", "model.safetensors"]
     [listed] = json.loads(home.run("ls", "--json")[1])["models"]
     assert (listed["name"], listed["size_bytes"], listed["is_in_use"]) == (HUB_ID, 3002, False)
-    assert "no answer; use --yes" in home.run("rm", HUB_ID)[1] and home.snapshot.is_dir()
+    assert "nobody answered" in home.run("rm", HUB_ID)[1] and home.snapshot.is_dir()
     assert "Aborted" in home.run("rm", HUB_ID, typed="n\n")[1] and home.snapshot.is_dir()
     code, said = home.run("rm", HUB_ID, typed="y\n")
     assert code == 0 and "removed org/tiny" in said and not home.snapshot.exists()

@@ -105,7 +105,7 @@ async def test_json_is_a_line_for_each_answer(served: RunningServer) -> None:
     ("text", "options", "code", "words"),
     [
         ("/nothing\n", (), 2, "there is no /nothing; /help lists"),
-        ("/save\n", (), 2, "/save needs the name of a file"),
+        ("/save\n", (), 2, "/save needs a file name"),
         ("/save /nowhere/talk\n", (), 1, "/nowhere/talk cannot be written (No such file or directory)"),
         ("/load /nowhere/talk\n", (), 2, "/nowhere/talk cannot be read (No such file or directory)"),
         ("x" * 5000 + "\n", (), 1, "PROMPT_TOO_LONG /undo removes the last turn"),

@@ -49,7 +49,7 @@ def test_a_file_without_a_token_is_told_before_the_call(
     (tmp_path / "token").write_bytes(content)
     result = CliRunner().invoke(app, [*command, "--token", str(tmp_path / "token")])
     assert isinstance(result.exception, UsageError)
-    assert "which holds no bearer token" in str(result.exception)
+    assert "which has no bearer token" in str(result.exception)
 
 
 @pytest.mark.parametrize(

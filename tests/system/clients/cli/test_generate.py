@@ -170,7 +170,7 @@ async def test_a_disagreement_on_tls_is_told_from_a_server_that_is_not_there(tmp
     assert "needs --ca (or --tls)" in plain.output
     for disagreeing in (public, wrong, needless):
         assert "do not agree on TLS" in disagreeing.output and "--ca" in disagreeing.output
-    assert "not such a PEM file" in no_pem.output
+    assert "not a PEM file" in no_pem.output
     assert "cannot be resolved; an --address is host:port" in nameless.output
     assert "start one with `icehouse serve`" in nobody.output
     codes = {result.exit_code for result in (plain, public, wrong, needless, no_pem, nameless, nobody)}

@@ -110,7 +110,7 @@ async def test_orders_reach_the_cache(served: RunningServer) -> None:
     assert refused.exit_code == 1 and "Remove everything" in refused.stderr
     assert json.loads(everything.stdout)["ram_block_count"] == "4"
     assert both.exit_code == 2
-    assert unasked.exit_code == 2 and "use --yes" in unasked.stderr and "Aborted" not in unasked.stderr
+    assert unasked.exit_code == 2 and "pass --yes" in unasked.stderr and "Aborted" not in unasked.stderr
     hi, scope = tuple(b"Hi"), CacheScope()
     pins = [Pin(hi, scope), Unpin(hi, scope), Pin(hi, scope, ttl_s=7200.0)]
     assert served.engine.orders[:4] == [*pins, ListKnown(hi, scope)]

@@ -173,7 +173,7 @@ class ChatSession:
                 hint = '/help lists the commands, """ around a turn sends it as is'
                 self._fail(f"there is no /{command.word}; {hint}", EXIT_USAGE)
             case _:
-                self._fail(f"/{command.word} needs the name of a file", EXIT_USAGE)
+                self._fail(f"/{command.word} needs a file name", EXIT_USAGE)
 
     def _save(self, path: Path) -> None:
         try:

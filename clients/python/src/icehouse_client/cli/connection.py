@@ -135,23 +135,23 @@ def _not_reached_text(details: str, address: str) -> str:
         why = details.rpartition("handshake failed")[2].strip(" :").removesuffix(": OK")
         return (
             f"the server at {address} and this command do not agree on TLS {why}; name its authority with "
-            "--ca, or use neither --ca nor --tls for a server without TLS"
+            "--ca, or leave out --ca and --tls if the server has no TLS"
         )
     if "security handshaker" in details:
-        return "the file named by --ca, --certificate or --key is not such a PEM file; name another one"
+        return "a file given by --ca, --certificate or --key is not a PEM file of that kind; use another"
     if "resolving" in details or "resolution" in details:
         return f"the name in {address} cannot be resolved; an --address is host:port or unix:/path"
     if "Socket closed" in details or "reset" in details:
         return (
-            f"the server at {address} closed the connection; one with TLS needs --ca (or --tls), one that "
-            "asks for certificates --certificate and --key too"
+            f"the server at {address} closed the connection; with TLS it needs --ca (or --tls), and with "
+            "client certificates --certificate and --key too"
         )
     if variable := proxy_variable(address):
         return (
-            f"the proxy in {variable} does not reach a server at {address}; if you need no proxy, "
+            f"the proxy that {variable} names cannot reach a server at {address}; if none is needed, "
             f"list the server's host in no_proxy"
         )
-    return f"no server answers at {address}; start one with `icehouse serve`, or set --address"
+    return f"no server answers at {address}; start one with `icehouse serve`, or pass --address"
 
 
 def _checked(address: str) -> str:
@@ -166,7 +166,7 @@ def _token_in(path: Path) -> str:
     text = (_content("--token", path) or b"").decode("ascii", "replace").strip()
     if not text or not all("!" <= char <= "~" for char in text):
         raise UsageError(
-            f"--token names {path}, which holds no bearer token; it must contain only the one word that "
+            f"--token names {path}, which has no bearer token; it must contain the one word that "
             "`icehouse token new` printed (its other line is for the server)"
         )
     return text

@@ -118,7 +118,7 @@ def confirm(question: str) -> None:
         if sys.stdin.isatty():
             raise
         err.print()
-        raise typer.BadParameter("no answer; use --yes where there is no terminal") from None
+        raise typer.BadParameter("nobody answered; pass --yes where there is no terminal") from None
     if not is_sure:
         raise typer.Abort
 

@@ -235,7 +235,7 @@ def ttl_of(text: str) -> float:
     number, unit = text[:-1], text[-1:]
     is_number = number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS
     if unit not in _UNITS_S or not is_number:
-        raise typer.BadParameter(f"{text!r} is not a duration; use one such as 30s, 5m, 1h or 7d")
+        raise typer.BadParameter(f"{text!r} is not a duration; write 30s, 5m, 1h or 7d")
     return float(int(number) * _UNITS_S[unit])
 
 

@@ -43,7 +43,7 @@ class GivenPrompt:
     def read(self, suffix: str | None = None) -> Prompt:
         """Return the prompt, with a suffix the gap between TEXT and it; raises BadParameter for none."""
         if self.prompt is None:
-            raise typer.BadParameter("give one of TEXT (- for standard input), --messages or --tokens")
+            raise typer.BadParameter("give one of TEXT (- for standard input), --messages and --tokens")
         if suffix is None:
             return self.prompt
         if not isinstance(self.prompt, str):
@@ -79,7 +79,7 @@ def prompt_of(
     """
     options = said(model=model, adapter=adapter, tenant=tenant)
     if (text, messages, tokens).count(None) < 2:
-        raise typer.BadParameter("give one of TEXT (- for standard input), --messages or --tokens")
+        raise typer.BadParameter("give one of TEXT (- for standard input), --messages and --tokens")
     if image and text is None:
         raise typer.BadParameter("--image needs TEXT")
     if tokens is not None:
@@ -118,7 +118,7 @@ def read_conversation(path: Path) -> Conversation:
 
 def _no_conversation(path: Path, problem: object) -> UsageError:
     return UsageError(
-        f"{path} holds no conversation: {problem}; it must contain what `icehouse chat` saved, "
+        f"{path} is not a conversation: {problem}; it must be one that `icehouse chat` saved, "
         'or a list such as [{"role": "user", "content": "Hello"}]'
     )
 
