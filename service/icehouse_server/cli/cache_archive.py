@@ -34,12 +34,11 @@ if TYPE_CHECKING:
 
 _PIPE = "-"
 
-Source = Annotated[Path, typer.Argument(help="The cache directory whose blocks to take.")]
-Target = Annotated[
-    Path, typer.Argument(help="The cache directory that takes them; made where there is none.")
-]
+Source = Annotated[Path, typer.Argument(help="The cache directory to read blocks from.")]
+Target = Annotated[Path, typer.Argument(help="The cache directory to add the blocks to; created if missing.")]
 Fingerprint = Annotated[
-    str, typer.Option(help="The blocks of this model (hex prefix); needed where there are several.")
+    str,
+    typer.Option(help="Only blocks of this model fingerprint (hex prefix); required if there are several."),
 ]
 Block = Annotated[
     str, typer.Option(help="Only the prompt that ends with this block (hash or its beginning).")
@@ -53,7 +52,7 @@ def export_directory(
     fingerprint: Fingerprint = "",
     block: Block = "",
 ) -> None:
-    """Write the blocks of a directory to an archive. It holds the prompts' tokens. No server may use it."""
+    """Write a directory's blocks to an archive, which contains the prompts' tokens. Stop its server first."""
     report: list[ExportReport] = []
     stream = sys.stdout.buffer if file == _PIPE else file
     with (
@@ -71,7 +70,7 @@ def import_directory(
     file: Annotated[str, typer.Argument(help="The archive to read; - is standard input.")],
     as_json: AsJson = False,
 ) -> None:
-    """Adopt an archive's blocks into a directory; exit code 1 when not all were. No server may use it."""
+    """Import an archive's blocks into a directory; exit code 1 if some were not. Stop its server first."""
     stream = sys.stdin.buffer if file == _PIPE else file
     with (
         bar("adopting blocks", TaskProgressColumn()) as progress,
@@ -89,9 +88,9 @@ def copy_directory(
     fingerprint: Fingerprint = "",
     block: Block = "",
 ) -> None:
-    """Copy blocks from one directory to another; exit code 1 when not all were. No server may use either."""
+    """Copy blocks from one directory to another; exit code 1 if some were not. Stop their servers first."""
     if source.resolve() == target.resolve():
-        raise UsageError(f"{source} and {target} are one directory; say another one to copy to")
+        raise UsageError(f"{source} and {target} are the same directory; choose another target")
     with bar("copying blocks", TaskProgressColumn()) as progress:
         parts = _parts(source, [], fingerprint=fingerprint, block=block, progress=lambda _: None)
         report = _target(target).adopt(parts, progress=progress)
@@ -109,7 +108,7 @@ def _parts(
     """Yield an archive's bytes, and put a report of its contents into `report`."""
     config, files, cipher = _settings_of(directory)
     if not os.path.isdir(config.block_directory):
-        raise UsageError(f"there is no cache in {config.block_directory}; say where a server made one")
+        raise UsageError(f"no cache in {config.block_directory}; name the cache directory of a server")
     store = OfflineStore(str(config.block_directory), files=files, clock=SystemClock(), cipher=cipher)
     source = ExportSource(store, files=files, cipher=cipher)
     for part in source.stream(fingerprint=fingerprint, block=block, progress=progress):
@@ -153,7 +152,7 @@ def _show_export(report: ExportReport, *, as_json: bool, to_pipe: bool) -> None:
     }
     text = f"{report.block_count} blocks written, {size_text(report.size_bytes)}"
     if report.left_out_count:
-        text += f"; {report.left_out_count} left out: damaged, or without the beginning of their prompt"
+        text += f"; {report.left_out_count} left out: damaged, or an earlier block of their prompt is missing"
     if to_pipe:
         # Standard output is the archive.
         err.print(text, markup=False)
@@ -171,7 +170,7 @@ def _show_import(report: ImportReport, *, as_json: bool) -> None:
         "stopped": report.stop_detail,
     }
     parts = [f"{report.adopted_count} blocks adopted", size_text(report.adopted_bytes)]
-    parts.append(f"{report.known_count} were there already")
+    parts.append(f"{report.known_count} already there")
     parts += [f"{count} refused ({why})" for why, count in refused.items()]
     show(facts, ", ".join(parts), as_json=as_json)
     if report.stop_detail:

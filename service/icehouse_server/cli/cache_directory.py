@@ -56,7 +56,9 @@ def list_blocks(
     fingerprint: Annotated[
         str, typer.Option(help="Only blocks of this model fingerprint (hex prefix).")
     ] = "",
-    limit: Annotated[int, typer.Option(min=0, help="Most blocks shown, newest use first; 0 shows all.")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Maximum blocks to show, most recently used first; 0 shows all.")
+    ] = 50,
 ) -> None:
     """List the blocks on SSD, the most recently used first."""
     store = _open(directory)
@@ -67,7 +69,7 @@ def list_blocks(
         print_json([record_facts(record) for record in shown])
         return
     if not chosen:
-        err.print(f"no blocks in {store.paths.root}; a server writes them when RAM is full and at its end")
+        err.print(f"no blocks in {store.paths.root}; a server writes them when RAM is full and when it stops")
         return
     out.print(_block_table(rows, shown))
     total = size_text(sum(record.file_bytes for record in chosen))
@@ -76,12 +78,14 @@ def list_blocks(
 
 @app.command()
 def inspect(
-    block: Annotated[str, typer.Argument(help="A block's hash, or enough of its beginning.")],
+    block: Annotated[str, typer.Argument(help="A block's hash, or a unique prefix of it.")],
     directory: Directory = None,
     as_json: AsJson = False,
-    show_tokens: Annotated[bool, typer.Option(help="Print the token ids too; they are the prompt.")] = False,
+    show_tokens: Annotated[
+        bool, typer.Option(help="Also print the token ids, which are the prompt.")
+    ] = False,
 ) -> None:
-    """Show what one block's row and file say."""
+    """Show one block's manifest row and file."""
     store = _open_existing(directory)
     record = store.find(block)
     file = store.inspect(record)
@@ -104,7 +108,7 @@ def inspect(
     if show_tokens and file.header is not None:
         facts["token_ids"] = list(file.header.token_ids)
     elif show_tokens:
-        err.print("the token ids are encrypted; ICEHOUSE_CACHE_KEY_FILE or _COMMAND says with which key")
+        err.print("the token ids are encrypted; give the key with ICEHOUSE_CACHE_KEY_FILE or _COMMAND")
     if as_json:
         print_json(facts)
         return
@@ -124,9 +128,9 @@ def inspect(
 
 @app.command()
 def check(directory: Directory = None, as_json: AsJson = False) -> None:
-    """Show what the next start would repair between rows and files; exit code 1 when there is something."""
+    """Compare the manifest with the files, as the next start will; exit code 1 if anything needs repair."""
     store = _open_existing(directory)
-    with bar("looking at files", TaskProgressColumn(), total=len(store.rows().records)) as advance_to:
+    with bar("checking files", TaskProgressColumn(), total=len(store.rows().records)) as advance_to:
         found, file_count = store.check(progress=advance_to)
     if as_json:
         told = [
@@ -152,7 +156,7 @@ def verify(
     as_json: AsJson = False,
     block: Annotated[str, typer.Option(help="Only this block (hash or its beginning).")] = "",
 ) -> None:
-    """Read every block and prove its checksums; exit code 1 when one is damaged. Changes nothing."""
+    """Read every block and verify its checksums; exit code 1 if one is damaged. Changes nothing."""
     store = _open_existing(directory)
     records = [store.find(block)] if block else list(store.rows().records)
     damaged: list[BlockVerdict] = []
@@ -184,22 +188,22 @@ def purge(
         bool, typer.Option("--all", help="Every block, the quarantine and the data keys.")
     ] = False,
     unencrypted: Annotated[
-        bool, typer.Option("--unencrypted", help="Blocks in the clear, and the quarantine.")
+        bool, typer.Option("--unencrypted", help="Unencrypted blocks, and the quarantine.")
     ] = False,
     fingerprint: Annotated[str, typer.Option(help="The blocks of this model fingerprint (hex prefix).")] = "",
     block: Annotated[str, typer.Option(help="This block (hash or its beginning).")] = "",
     unused_days: Annotated[
-        float | None, typer.Option(min=0, help="Blocks that nobody has used for so many days.")
+        float | None, typer.Option(min=0, help="Blocks not used for this many days.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove blocks for good. No server may be using the directory."""
+    """Remove blocks for good. Stop the server first."""
     if not (everything or unencrypted or fingerprint or block or unused_days is not None):
         raise typer.BadParameter(
-            "say what to remove: --all, --unencrypted, --fingerprint, --block or --unused-days"
+            "choose what to remove: --all, --unencrypted, --fingerprint, --block or --unused-days"
         )
     if everything and (unencrypted or fingerprint or block or unused_days is not None):
-        raise typer.BadParameter("--all removes everything; leave it out to remove a part")
+        raise typer.BadParameter("--all removes everything; leave it out to remove only some blocks")
     store = _open_existing(directory)
     before_time = SystemClock().wall() - (unused_days or 0) * _SECONDS_PER_DAY
     wanted_hash = store.find(block).hash if block else None
@@ -237,7 +241,7 @@ def _open(directory: Path | None) -> OfflineStore:
     if where.exists() and not (where.is_dir() and os.access(where, os.R_OK | os.X_OK)):
         raise StorageError(
             Reason.STORE_UNUSABLE,
-            f"{where} is not a directory that this user may read; say another --cache-directory",
+            f"{where} is not a directory that this user can read; choose another --cache-directory",
             metadata={"directory": str(where)},
         )
     files = Files()
@@ -250,8 +254,8 @@ def _open_existing(directory: Path | None) -> OfflineStore:
     if not os.path.isdir(store.paths.blocks):
         raise StorageError(
             Reason.STORE_UNUSABLE,
-            f"there is no cache in {store.paths.root}; a server makes it at its start, "
-            "or say where it is with --cache-directory",
+            f"no cache in {store.paths.root}; a server creates it at its start, "
+            "or name another directory with --cache-directory",
             metadata={"directory": store.paths.root},
         )
     return store

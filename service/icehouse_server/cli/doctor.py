@@ -105,7 +105,7 @@ def check_versions(config: Config) -> CheckResult:
             missing.append(package)
     detail = ", ".join(found)
     if missing:
-        advice = f"missing {', '.join(missing)}; install Icehouse again, as docs/start.md says"
+        advice = f"missing {', '.join(missing)}; reinstall Icehouse, see docs/start.md"
         return _fail(detail, advice)
     return _ok(detail)
 
@@ -139,7 +139,7 @@ def check_memory(config: Config) -> CheckResult:
         return _refused(error)
     if total < _MEMORY_WANTED_BYTES:
         advice = (
-            f"the demo model wants about {size_text(_MEMORY_WANTED_BYTES)}; smaller prompts will still run"
+            f"the demo model needs about {size_text(_MEMORY_WANTED_BYTES)}; shorter prompts will still run"
         )
         return _warn(detail, advice)
     return _ok(detail)
@@ -156,9 +156,9 @@ def check_files(config: Config) -> CheckResult:
     """Does the system allow as many open connections as the settings?"""
     wanted = wanted_file_count(connection_limit=config.connection.connection_limit)
     allowed = allow_open_files(wanted)
-    detail = f"{allowed} files and sockets may be open, {wanted} are wanted"
+    detail = f"at most {allowed} open files and sockets, {wanted} needed"
     if allowed < wanted:
-        advice = "raise the hard limit (ulimit -Hn, LimitNOFILE=), or set a lower --connection-limit"
+        advice = "raise the hard limit (ulimit -Hn, LimitNOFILE=) or lower --connection-limit"
         return _warn(detail, advice)
     return _ok(detail)
 
@@ -167,7 +167,7 @@ def check_blas(config: Config) -> CheckResult:
     """Linux on the CPU is some 6 times faster at prefill with OpenBLAS."""
     device = _device()
     if not runs_on_cpu() or (device is not None and device.is_gpu):
-        return _ok("not needed: MLX brings its own multiplication of matrices")
+        return _ok("not needed: MLX has a fast matrix multiplication here")
     library = find_openblas()
     if library is None:
         advice = "install OpenBLAS for about 6 times faster prefill: apt-get install libopenblas0-pthread"
@@ -186,12 +186,14 @@ def check_model(config: Config) -> CheckResult:
     name = config.model.model
     if name in DEMO_MODELS:
         demo = DEMO_MODELS[name]
-        is_here = f"in {demo.folder}" if is_built(demo) else "fetched with pip and made at the first start"
+        is_here = (
+            f"in {demo.folder}" if is_built(demo) else "downloaded with pip and built at the first start"
+        )
         return _ok(f"{name}, {is_here}")
     folder = expanded(name)
     if not folder.is_dir():
         if "/" in name and not name.startswith((".", "/", "~")):
-            return _ok(f"{name} will be looked for on the hub when serving")
+            return _ok(f"{name} will be looked up on the hub at the start")
         return _fail(f"no folder at {name}", "name a folder with an MLX model, or demo")
     if not (folder / "config.json").is_file():
         return _fail(f"{folder} has no config.json", "convert it with mlx_lm.convert")
@@ -207,10 +209,10 @@ def _check_sight(folder: Path) -> CheckResult:
     except ModelError as error:
         return _fail(error.message, "convert it with mlx_lm.convert")
     if sight is Sight.UNREADABLE:
-        detail = f"{folder} has a vision tower, which mlx-vlm reads, and that is not installed"
+        detail = f"{folder} has a vision tower and needs mlx-vlm, which is not installed"
         return _fail(detail, extra_command("vision"))
     if sight is Sight.TEXT_ONLY:
-        detail = f"{folder}; mlx-vlm is not installed: its images will be refused, its text served"
+        detail = f"{folder}; mlx-vlm is not installed: text will be served, images refused"
         return _warn(detail, extra_command("vision"))
     return _ok(str(folder))
 
@@ -219,16 +221,16 @@ def check_replies(config: Config) -> CheckResult:
     """How would reasoning and calls in replies be parsed, and how is that known?"""
     folder = expanded(config.model.model)
     if not (folder / "config.json").is_file():
-        return _ok("known once the model is here")
+        return _ok("known once the model is downloaded")
     try:
         format = find_reply_format(folder)
     except ModelError as error:
         return _fail(error.message, "complete the download")
     if format is None:
         return _ok("the model has no chat template")
-    detail = "; ".join(format.evidence) or "text alone: neither reasoning nor calls are told apart"
+    detail = "; ".join(format.evidence) or "text only: reasoning and tool calls are not recognized"
     if format.unread_markers:
-        advice = f"nothing reads {' '.join(format.unread_markers)}: texts may hold them"
+        advice = f"{' '.join(format.unread_markers)} are not recognized and may appear in replies"
         return _warn(detail, advice)
     return _ok(detail)
 
@@ -243,7 +245,7 @@ def check_address(config: Config) -> CheckResult:
         folder = Path(config.server.uds).parent
         if folder.is_dir() and os.access(folder, os.W_OK):
             return _ok(f"unix:{config.server.uds}")
-        return _fail(f"cannot make a socket in {folder}", "choose another --uds")
+        return _fail(f"cannot create a socket in {folder}", "choose another --uds")
     return _ok(f"{_shown_address(config)} is free")
 
 
@@ -251,11 +253,11 @@ def _check_listener(config: Config, taken: StartError) -> CheckResult:
     """Is our server listening there?"""
     found, address = find_own_server(config.server, config.security), _shown_address(config)
     if found is OwnServer.RUNNING:
-        return _ok(f"{address}: a server of yours is running")
+        return _ok(f"{address}: your server is running")
     if found is OwnServer.NOT_SERVING:
-        advice = "its model may be loading: icehouse health says when it serves"
-        return _warn(f"{address}: a server of yours is not serving", advice)
-    advice = "stop what listens there, or choose another --port (0 takes a free one) or --uds"
+        advice = "its model may still be loading; icehouse health shows when it is serving"
+        return _warn(f"{address}: your server is not serving", advice)
+    advice = "stop what listens there, or choose another --port (0 picks a free one) or --uds"
     return _fail(taken.message.partition(";")[0], advice)
 
 
@@ -284,7 +286,7 @@ def check_http(config: Config) -> CheckResult:
         listen_for_http(http, config.security).close()
     except StartError as error:
         if error.reason is Reason.ADDRESS_IN_USE and is_own_http(http, config.security):
-            return _ok(f"{address}: a server of yours answers there")
+            return _ok(f"{address}: your server answers there")
         return _refused(error)
     return _ok(f"{address} is free")
 
@@ -296,7 +298,7 @@ def check_group(config: Config) -> CheckResult:
     except IcehouseError as error:
         return _refused(error)
     if membership is None:
-        return _ok("none; --group serves one model over several machines")
+        return _ok("none; --group serves one model on several machines")
     hosts = [membership.host(rank).strip("[]") for rank in range(membership.world)]
     for rank, host in enumerate(hosts):
         try:
@@ -305,7 +307,7 @@ def check_group(config: Config) -> CheckResult:
                 with socket.socket(family, kind) as own:
                     own.bind(address)
         except socket.gaierror:
-            return _fail(f"nobody knows the address {host} of rank {rank}", "correct the file of hosts")
+            return _fail(f"cannot resolve the address {host} of rank {rank}", "correct the file of hosts")
         except OSError as error:
             return _fail(
                 f"this machine, rank {rank}, does not have the address {host}: {error}",
@@ -326,22 +328,22 @@ def _check_link(config: Config, membership: Membership, shown: str) -> CheckResu
     except ChannelBroken as error:
         return _warn(
             f"{shown}; rank 0 does not answer at {membership.control}: {error}",
-            "start it, and see whether a firewall keeps this machine from it",
+            "start it, and check whether a firewall blocks this machine",
         )
     except StartError as error:
         return _refused(error)
     if link.difference:
-        return _fail(f"{shown} does not fit rank 0: {link.difference}", "make both alike")
+        return _fail(f"{shown} differs from rank 0: {link.difference}", "make both the same")
     shown += (
         f"; rank 0 answers at {membership.control} in {1000 * link.round_trip_s:.2f} ms, "
-        f"{size_text(round(link.bytes_per_s))}/s by messages of {size_text(MESSAGE_BYTES)} there and back on "
+        f"{size_text(round(link.bytes_per_s))}/s with messages of {size_text(MESSAGE_BYTES)} both ways on "
         "the group's own channel (MLX's connections are not measured)"
     )
     if not abs(link.skew_s) <= _SKEW_LIMIT_S + link.round_trip_s:
         ahead = "ahead of" if link.skew_s > 0 else "behind"
         return _warn(
             f"{shown}; its clock is {abs(link.skew_s):.1f} s {ahead} this one",
-            "set both by NTP: protected blocks and log lines go by each machine's own",
+            "synchronize both with NTP: expiring pins and log lines use each machine's own clock",
         )
     return _ok(f"{shown}; clocks agree within {1000 * (abs(link.skew_s) + link.round_trip_s / 2):.1f} ms")
 
@@ -374,26 +376,28 @@ def check_cache(config: Config) -> CheckResult:
     if not config.cache.has_ssd:
         return _ok("the SSD tier is off")
     if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
-        return _ok(f"{folder}: made by the first server")
+        return _ok(f"{folder}: created at the first start")
     store = StorePaths(str(folder))
     used = f"{size_text(_size_bytes(folder))} of {size_text(config.cache.ssd_bytes)} used"
     owner = _owner(store)
     if owner is not None and find_own_server(config.server, config.security) is not OwnServer.ABSENT:
-        used += f", in use by the server that runs (process {owner})"
+        used += f", in use by the running server (process {owner})"
     elif owner is not None:
         # Only our servers take that lock, so one of them runs and listens elsewhere than these settings say.
-        detail = f"{folder}: {used}, in use by process {owner}, which is not at {_shown_address(config)}"
-        advice = "name its --port to look at that one; another server needs another --cache-directory"
+        detail = (
+            f"{folder}: {used}, in use by process {owner}, which does not listen at {_shown_address(config)}"
+        )
+        advice = "give its --port to check that one; another server needs its own --cache-directory"
         return _warn(detail, advice)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
-        advice = f"its files hold prompts: chmod 700 {folder}"
+        advice = f"its files contain prompts: chmod 700 {folder}"
         return _warn(f"{folder}: {used}, open to other users", advice)
     damaged_count = _entry_count(store.quarantine)
     if damaged_count:
-        advice = "they are not used and count as used space; icehouse cache purge --all removes everything"
+        advice = "they are never used but take up space; icehouse cache purge --all removes everything"
         return _warn(f"{folder}: {used}, {damaged_count} damaged files set aside", advice)
     if owner is None and os.path.exists(store.manifest) and not os.path.exists(store.clean_mark):
-        advice = "no harm: the next start looks at every file; icehouse cache check does so now"
+        advice = "harmless: the next start checks every file; icehouse cache check does so now"
         return _warn(f"{folder}: {used}, not closed cleanly last time", advice)
     return _ok(f"{folder}: {used}")
 
@@ -404,16 +408,16 @@ def check_encryption(config: Config) -> CheckResult:
     if not cache.has_ssd:
         return _ok("the SSD tier is off")
     if not cache.is_encrypted:
-        return _ok("blocks are in the clear, readable by their owner only")
+        return _ok("blocks are not encrypted; only their owner can read them")
     folder = cache.block_directory
     try:
         cipher = find_cipher(cache, Files())
     except StartError as error:
         return _fail(error.message, "see docs/at-rest.md")
     if cipher is None and os.path.exists(StorePaths(str(folder)).data_keys):
-        advice = "the cache would begin empty beside blocks under another key; was it meant to be that one?"
+        advice = "the cache would start empty beside blocks of another key; did you mean that key?"
         return _warn(f"the key opens no data key in {folder}", advice)
-    key = f"data key {cipher.key_id.hex()}" if cipher else "the first start makes its data key"
+    key = f"data key {cipher.key_id.hex()}" if cipher else "the first start creates its data key"
     return _ok(f"blocks are encrypted (AES-256-GCM), {key}")
 
 

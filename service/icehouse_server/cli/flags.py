@@ -43,7 +43,7 @@ OFTEN_SET: Mapping[str, tuple[str, ...]] = {
     "Model": ("model.model", "engine.memory_limit_bytes"),
     "Addresses and callers": ("server.host", "server.port", "http.port", "security.token_file"),
     "Prefix cache": ("cache.ram_bytes", "cache.ssd_bytes", "cache.directory"),
-    "Fleet and watching": (
+    "Fleet and monitoring": (
         *("fleet.worker_enabled", "telemetry.metrics_port", "telemetry.status_page_enabled"),
     ),
 }
@@ -89,7 +89,7 @@ def with_settings(command: Callable[..., None], *, takes_model: bool = False) ->
         models: Sequence[str] = given.pop("model", None) or ()
         flags = {s.key: given[_parameter_name(s)] for s in SETTINGS}
         if models and flags[_MODEL_KEY] is not None:
-            raise typer.BadParameter("the model is said twice, as MODEL and with --model; say it once")
+            raise typer.BadParameter("the model is given twice, as MODEL and with --model; give it once")
         if len(models) == 1:
             flags[_MODEL_KEY], models = models[0], ()
         return load_config(flags=flags, file=file, models=models)
@@ -128,7 +128,7 @@ def _help_all_parameter() -> inspect.Parameter:
 
 def _model_parameter() -> inspect.Parameter:
     (setting,) = [s for s in SETTINGS if s.key == _MODEL_KEY]
-    text = f"{_help_text(setting)} Several are served by their names, each loaded when it is asked for."
+    text = f"{_help_text(setting)} Several are served by name, each loaded when it is first requested."
     argument = typer.Argument(metavar="MODEL…", help=text, show_default=False)
     return _keyword("model", Annotated[list[str] | None, argument])
 

@@ -18,7 +18,7 @@ app = CommandLine()
 
 @app.command()
 def new(as_json: AsJson = False) -> None:
-    """Print a new random key, to be kept in a private file or in a keychain."""
+    """Print a new random key, to keep in a private file or a keychain."""
     made = new_key_text()
     show({"key": made}, made, as_json=as_json)
 
@@ -32,13 +32,13 @@ def change(
         typer.Option("--cache-directory", help="The SSD tier's folder (default: the configured one)."),
     ] = None,
     key_file: Annotated[
-        str | None, typer.Option("--cache-key-file", help="File with the key in use until now.")
+        str | None, typer.Option("--cache-key-file", help="File with the current key.")
     ] = None,
     key_command: Annotated[
-        str | None, typer.Option("--cache-key-command", help="Command that prints the key in use until now.")
+        str | None, typer.Option("--cache-key-command", help="Command that prints the current key.")
     ] = None,
 ) -> None:
-    """Have a new key open the cache instead of the configured one. Blocks stay as they are and readable."""
+    """Replace the cache's configured key with a new one. Blocks are not rewritten and stay readable."""
     from icehouse_server.bootstrap.encryption import encryption
     from icehouse_server.storage.files import Files
     from icehouse_server.storage.local.directory.lock import take_lock
@@ -52,7 +52,7 @@ def change(
     if old_key is None:
         raise ConfigError(
             Reason.CONFIG_INVALID,
-            "no key is configured; say which one is in use with --cache-key-file or --cache-key-command",
+            "no key is configured; give the current one with --cache-key-file or --cache-key-command",
             field="cache.key_file",
         )
     data_keys = encryption()
@@ -66,13 +66,13 @@ def change(
     except OSError as error:
         raise StorageError(
             Reason.STORE_UNUSABLE,
-            f"the keys of cache directory {paths.root} cannot be changed: {error}; the old key opens it",
+            f"the key of {paths.root} was not changed: {error}; the current key still opens the cache",
             metadata={"directory": paths.root},
         ) from error
     if count == 0:
         raise StartError(
             Reason.CACHE_KEY_INVALID,
-            f"the key in use opens no data key in {paths.root}; nothing was changed",
+            f"the current key opens no data key in {paths.root}; nothing was changed",
             metadata={"directory": paths.root},
         )
     out.print(f"the new key opens {paths.root} now ({count} data keys); configure it before the next start")
@@ -83,4 +83,4 @@ def _new_key(file: Path | None, command: str | None) -> bytes:
         return key_of_file(file)
     if command is not None and file is None:
         return key_of_command(command)
-    raise typer.BadParameter("say where the new key is: --new-key-file or --new-key-command")
+    raise typer.BadParameter("give the new key with either --new-key-file or --new-key-command")

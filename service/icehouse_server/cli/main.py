@@ -11,7 +11,7 @@ import typer
 from icehouse_client.cli import console
 from icehouse_client.cli import main as client
 from icehouse_client.cli.console import EXIT_FAILURE, EXIT_USAGE, AsJson, complain
-from icehouse_client.cli.main import CACHE, LOOK_AFTER, MODELS, CommandLine
+from icehouse_client.cli.main import CACHE, MANAGE, MODELS, CommandLine
 
 from icehouse_server.bootstrap.imports.lean_transformers import import_mlx_lm
 from icehouse_server.bootstrap.imports.openblas import load_openblas
@@ -38,7 +38,7 @@ app = CommandLine(
 
 
 def _serve(loaded: LoadedConfig) -> None:
-    """Serve a model until SIGTERM or Ctrl-C. Each setting is a variable and a key of the file, too."""
+    """Serve a model until SIGTERM or Ctrl-C. Settings can also come from variables or the config file."""
     setup_logging(loaded.config.log)
     if loaded.config.engine.preload_enabled:
         load_openblas()
@@ -72,10 +72,10 @@ app.command("run", rich_help_panel=SERVE)(run)
 
 @app.command(rich_help_panel=SERVE)
 def demo(
-    prompt: Annotated[str, typer.Option(help="What the model is asked.")] = DEMO_QUESTION,
-    max_output_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes.")] = 48,
+    prompt: Annotated[str, typer.Option(help="Question for the model.")] = DEMO_QUESTION,
+    max_output_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of the answer.")] = 48,
 ) -> None:
-    """Make the demo model, stream an answer of it, show one prompt cold, from RAM and from SSD."""
+    """Build the demo model, stream an answer, and show one prompt cold, from RAM and from SSD."""
     from icehouse_server.cli.local.demo import run_demo
 
     if not run_demo(question=prompt, max_output_tokens=max_output_tokens):
@@ -84,7 +84,7 @@ def demo(
 
 @app.command("http", add_help_option=False, context_settings=_PASSES_ALL_ON, rich_help_panel=SERVE)
 def http(context: typer.Context) -> None:
-    """Offer OpenAI's and Anthropic's HTTP APIs for a server anywhere; the same as `icehouse-http`."""
+    """Offer OpenAI's and Anthropic's HTTP APIs for any Icehouse server; the same as `icehouse-http`."""
     from icehouse_http.command import main as front
 
     front(context.args)
@@ -93,26 +93,26 @@ def http(context: typer.Context) -> None:
 app.registered_commands += client.app.registered_commands
 for command in (model_commands.pull, model_commands.ls, model_commands.rm):
     app.command(rich_help_panel=MODELS)(command)
-app.command("bench", rich_help_panel=LOOK_AFTER)(bench)
-app.command("doctor", cls=SettingsCommand, rich_help_panel=LOOK_AFTER)(with_settings(_doctor))
-app.command("config", cls=SettingsCommand, rich_help_panel=LOOK_AFTER)(with_settings(show_config))
+app.command("bench", rich_help_panel=MANAGE)(bench)
+app.command("doctor", cls=SettingsCommand, rich_help_panel=MANAGE)(with_settings(_doctor))
+app.command("config", cls=SettingsCommand, rich_help_panel=MANAGE)(with_settings(show_config))
 app.add_typer(service_commands.app, name="service", rich_help_panel=SERVE)
 app.add_typer(
-    CommandLine(help="Look into the SSD tier's directory, check it, move its blocks and remove them."),
+    CommandLine(help="Inspect and check the SSD tier's directory; move or remove its blocks."),
     name="cache",
     cls=group_in("icehouse_server.cli.cache_directory"),
     rich_help_panel=CACHE,
 )
 app.add_typer(
-    CommandLine(help="Make and change the key that blocks on SSD are encrypted with."),
+    CommandLine(help="Create or change the key that encrypts blocks on SSD."),
     name="key",
     cls=group_in("icehouse_server.cli.key"),
     rich_help_panel=CACHE,
 )
-app.add_typer(token.app, name="token", rich_help_panel=LOOK_AFTER)
+app.add_typer(token.app, name="token", rich_help_panel=MANAGE)
 
 
-@app.command(rich_help_panel=LOOK_AFTER)
+@app.command(rich_help_panel=MANAGE)
 def version(as_json: AsJson = False) -> None:
     """Print the version."""
     installed = importlib.metadata.version("icehouse")

@@ -24,7 +24,7 @@ def pull(
     model: Annotated[str, typer.Argument(metavar="ID", help=_PULL_HELP, show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Fetch a model, so that the first `serve` need not: from the hub into its cache, or a demo model."""
+    """Download a model before the first `serve`: from the hub into its cache, or a demo model."""
     # Imported here, as below: it imports libraries that most commands do not need.
     from icehouse_server.bootstrap import kept_models
 
@@ -35,7 +35,7 @@ def pull(
 
 
 def ls(as_json: AsJson = False) -> None:
-    """List the models on this machine: demo models and the hub's cache, how large, when read last."""
+    """List the models on this machine: demo models and the hub's cache, with size and last read."""
     from icehouse_server.bootstrap import kept_models
 
     found = kept_models.kept_models()
@@ -43,7 +43,7 @@ def ls(as_json: AsJson = False) -> None:
         print_json({"models": [_facts_of(model) for model in found]})
         return
     if not found:
-        err.print("no models are here; `icehouse pull` fetches one")
+        err.print("no models on this machine; `icehouse pull` downloads one")
         return
     now = SystemClock().wall()
     shown = table("model", "size", "last read", "", figures=("size", "last read"))
@@ -55,10 +55,10 @@ def ls(as_json: AsJson = False) -> None:
 
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Models as `icehouse ls` shows them.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove models from this machine, after asking. One that a server here serves is kept."""
+    """Remove models from this machine, after asking. A model that a server here uses is kept."""
     from icehouse_server.bootstrap import kept_models
 
     found = [kept_models.find(name) for name in dict.fromkeys(names)]

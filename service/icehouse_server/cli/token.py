@@ -21,16 +21,16 @@ def token() -> None:
 
 @app.command()
 def new(
-    tenant: Annotated[str, typer.Option(help="Whose token it is: A-Z a-z 0-9 . _ : / @ -, 128 at most.")],
+    tenant: Annotated[
+        str, typer.Option(help="Tenant that the token is for: A-Z a-z 0-9 . _ : / @ -, 128 at most.")
+    ],
     operator: Annotated[
-        bool, typer.Option("--operator", help="Let it act for all tenants and command the whole cache.")
+        bool, typer.Option("--operator", help="Allow it to act for all tenants and manage the whole cache.")
     ] = False,
-    days: Annotated[
-        int | None, typer.Option(min=1, help="Let it expire after so many days; without it, never.")
-    ] = None,
+    days: Annotated[int | None, typer.Option(min=1, help="Days until it expires; by default never.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a new token, once, and the line for the token file, which holds its hash only."""
+    """Print a new token, this once, and its line for the token file, which holds only a hash."""
     # Imported here, so that commands that need no gRPC start without it.
     from icehouse_server.rpc.access.caller import CallerRole
     from icehouse_server.rpc.access.tokens import TENANT_PATTERN, line_of, new_token
@@ -49,7 +49,7 @@ def new(
     if as_json:
         print_json({"token": made, "line": line})
         return
-    err.print("the token, for the caller; it is shown this once:")
+    err.print("the token, for the caller; it is shown only once:")
     out.print(made, markup=False)
-    err.print("the line for the file that --token-file names (chmod 600); a running server takes it up:")
+    err.print("the line for the file that --token-file names (chmod 600); a running server picks it up:")
     out.print(line, markup=False)

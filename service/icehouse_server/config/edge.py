@@ -59,18 +59,18 @@ class ServerConfig:
     )
     session_metadata: str = setting(
         "session-id,x-session-id,x-claude-code-session-id,x-session-affinity,x-opencode-session",
-        "Metadata keys, comma-separated; if a request names no session, the first of them that the call "
+        "Metadata keys, comma-separated; if a request names no session, the first of these that the call "
         "has is used. `none` switches this off.",
     )
     agent_metadata: str = setting(
         "agent-id,x-claude-code-agent-id,thread-id",
-        "Metadata keys, comma-separated; the first of them that the call has names the agent that calls "
+        "Metadata keys, comma-separated; the first of these that the call has names the agent that calls "
         "within a session. `none` switches this off.",
     )
     parent_metadata: str = setting(
         "parent-session-id,x-parent-session-id",
-        "Metadata keys, comma-separated; if a request names no parent of its session, the first of them that "
-        "the call has is used. `none` switches this off.",
+        "Metadata keys, comma-separated; if a request names no parent of its session, the first of these "
+        "that the call has is used. `none` switches this off.",
     )
     reflection_enabled: bool = setting(True, "Offer gRPC server reflection, for grpcurl and similar tools.")
     channelz_enabled: bool = setting(

@@ -30,7 +30,7 @@ class HttpConfig:
     )
     temperature: float | None = setting(
         None,
-        "Temperature of requests that name none. Default: the likeliest token is taken.",
+        "Temperature of requests that set none. Default: greedy.",
         kind=SettingKind.NUMBER,
     )
     exact_prompts: bool = setting(

@@ -61,16 +61,18 @@ class PooledModelConfig(ModelConfig):
     kv_bits: int = setting(0, "As cache.kv_bits, for this model.", choices=(0, 2, 3, 4, 6, 8))
     aliases: tuple[str, ...] = setting((), "Other names that requests may use in `model`.")
     tenants: tuple[str, ...] = setting(
-        (), "Tenants that may use it; to others it is as if it were not there. Default: all."
+        (), "Tenants that may use it; for others it does not exist. Default: all."
     )
-    pinned: bool = setting(False, "Load it at the start, and let it give way to no other model.")
+    pinned: bool = setting(False, "Load it at the start, and never unload it for another model.")
     worker_port: int | None = setting(
         None,
         "Port where gateways find this model as a worker of its own, with fleet.worker_enabled; 0 lets the "
         "system choose a free one. Default: none, or the server's own port for the first model.",
         maximum=65535,
     )
-    ttl_s: float = setting(0.0, "Unload it after so long without a call; 0 keeps it until others need room.")
+    ttl_s: float = setting(
+        0.0, "Unload it after this long without a call; 0 keeps it until other models need its memory."
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,9 +84,9 @@ class EngineConfig:
     )
     attention: str = setting(
         "auto",
-        "How sequences attend. auto: all together to KV in pages of one pool, where the model's KV can lie "
-        "there and the device's attention over pages proves right at the start; else each to its own KV. "
-        "rows: each to its own KV.",
+        "How sequences attend. auto: all together, to KV in pages of one pool, if the model's KV can be "
+        "paged and the device's attention over pages passes its check at the start; otherwise each to its "
+        "own KV. rows: each to its own KV.",
         choices=("auto", "rows"),
     )
     wired_memory: bool = setting(
@@ -182,10 +184,10 @@ class CacheConfig:
     )
     flush_timeout_s: float = setting(20.0, "Time limit for writing the RAM tier to SSD at shutdown.")
     adopt_budget_ms: float = setting(
-        2.0, "Minimum time of a step for taking loaded blocks into use while others decode.", minimum=0.1
+        2.0, "Minimum time per step for restoring loaded blocks while others decode.", minimum=0.1
     )
     restore_or_recompute: bool = setting(
-        True, "Prefill instead of loading from SSD where that is faster by the measured rates."
+        True, "Prefill instead of loading from SSD if the measured rates predict that it is faster."
     )
     kv_bits: int = setting(
         0,
@@ -197,14 +199,14 @@ class CacheConfig:
     )
     shared_url: str | None = setting(
         None,
-        "Object store that several servers of one model share, so that each finds what the others computed: "
+        "Object store that several servers of one model share, so that each reuses what the others computed: "
         "s3://bucket/path (also for stores that speak S3), gs://, az://, or file:// and a folder that all of "
         "them mount. Credentials come from the environment (AWS_ACCESS_KEY_ID and so on). Needs the extra "
         "`shared`. Default: none.",
     )
     shared_lookup_timeout_ms: float = setting(
         1000.0,
-        "Maximum time that a request waits to learn what of its prompt is in the object store.",
+        "Maximum time that a request waits to learn which of its blocks are in the object store.",
         minimum=1,
         maximum=2000,
     )
@@ -247,7 +249,7 @@ class FleetConfig:
     worker_enabled: bool = setting(
         False,
         "Serve vllm.grpc.engine.VllmEngine beside the API, on the same port, for gateways such as SMG; needs "
-        "the extra `fleet`. Of several models that is the first one; others have their `worker_port`.",
+        "the extra `fleet`. With several models it serves the first one; others have their `worker_port`.",
     )
     operator_kv_tokens_enabled: bool = setting(
         False,
@@ -299,8 +301,8 @@ class KvEventsConfig:
     interval_ms: float = setting(50.0, "How often changes are sent to subscribers.", minimum=1)
     replay_bytes: int = setting(
         32 * MIB,
-        "Memory for events kept for subscribers that fall behind or reconnect; too slow a "
-        "subscriber starts over.",
+        "Memory for events kept for subscribers that fall behind or reconnect; one that "
+        "falls too far behind starts over.",
         minimum=64 * 1024,
     )
     block_limit: int = setting(
@@ -345,7 +347,7 @@ class TelemetryConfig:
         "http://localhost:4317. Default: none.",
     )
     traces_sample_ratio: float = setting(
-        1.0, "Share of the traces begun here that are kept; a client's own decision is followed.", maximum=1
+        1.0, "Share of the traces started here that are kept; a client's own decision is followed.", maximum=1
     )
     load_report_enabled: bool = setting(
         False, "Send the server's load to balancers, in an ORCA trailer of every call."

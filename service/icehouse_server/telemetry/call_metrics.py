@@ -42,7 +42,7 @@ _CALL = ("grpc.method", "grpc.status")
 # fmt: off
 # Name, kind and unit; what it means; labels and buckets.
 CALLS_STARTED = Metric("grpc.server.call.started", MetricKind.COUNTER, "{call}",
-    "Calls begun, of every service; a name that no service has is counted as other.", ("grpc.method",))
+    "Calls started, of every service; unknown methods count as other.", ("grpc.method",))
 CALL_DURATION = Metric("grpc.server.call.duration", MetricKind.HISTOGRAM, "s",
     "From a call's arrival until its status was sent.", _CALL, _CALL_BUCKETS_S)
 CALL_SENT = Metric("grpc.server.call.sent_total_compressed_message_size", MetricKind.HISTOGRAM, "By",
@@ -63,16 +63,16 @@ PER_TOKEN = Metric("gen_ai.server.time_per_output_token", MetricKind.HISTOGRAM, 
 QUEUE_TIME = Metric("icehouse.request.queue.duration", MetricKind.HISTOGRAM, "s",
     "From a request's arrival until it left the queue.", (), _REQUEST_BUCKETS_S)
 RESTORE_TIME = Metric("icehouse.request.restore.duration", MetricKind.HISTOGRAM, "s",
-    "Restoring a request's cached prefix; requests that reused one.", (), _REQUEST_BUCKETS_S)
+    "Time to restore a request's cached prefix; only requests that reused one.", (), _REQUEST_BUCKETS_S)
 PREFILL_TIME = Metric("icehouse.request.prefill.duration", MetricKind.HISTOGRAM, "s",
-    "Computing the rest of a request's prompt, up to its first token.", (), _REQUEST_BUCKETS_S)
+    "Time to compute the rest of a request's prompt, up to its first token.", (), _REQUEST_BUCKETS_S)
 FIRST_TOKEN_BY_REUSE = Metric("icehouse.request.first_token.duration", MetricKind.HISTOGRAM, "s",
-    "From a request's arrival to its first token, by where its prompt's beginning came from: nowhere (cold), "
-    "RAM alone, or SSD too.", ("icehouse.reuse",), _FIRST_TOKEN_BUCKETS_S)
+    "From a request's arrival to its first token, by where its cached prefix came from: nowhere (cold), "
+    "only RAM, or also SSD.", ("icehouse.reuse",), _FIRST_TOKEN_BUCKETS_S)
 PROMPT_TOKENS = Metric("icehouse.request.prompt.tokens", MetricKind.HISTOGRAM, "{token}",
     "Tokens of a request's prompt.", (), _TOKEN_COUNT_BUCKETS)
 OUTPUT_TOKENS = Metric("icehouse.request.output.tokens", MetricKind.HISTOGRAM, "{token}",
-    "Tokens a request generated.", (), _TOKEN_COUNT_BUCKETS)
+    "Output tokens of a request.", (), _TOKEN_COUNT_BUCKETS)
 # fmt: on
 
 CALL_METRICS: tuple[Metric, ...] = (

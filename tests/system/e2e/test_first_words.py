@@ -85,7 +85,7 @@ def test_a_start_is_told_in_words_and_its_model_is_in_use(tmp_path: Path) -> Non
     finally:
         terminal.close()
     steps = [
-        *("Checking port and cache directory", "Asking the hub for org/tiny", "Reading the tokenizer"),
+        *("Checking port and cache directory", "Looking up org/tiny on the hub", "Reading the tokenizer"),
         *(r"Loading org/tiny \([\d.]+ [KM]iB\)", "Warming up"),
         r"Ready: localhost:\d+ · http://localhost:\d+/v1 · try: icehouse chat --address localhost:\d+\n",
         *("Stopping: ", "Stopped"),

@@ -103,7 +103,7 @@ def test_a_rank_is_compared_with_rank_0_and_the_link_measured(tmp_path: Path) ->
         _, second = ranks_of(hosts, served.control)
         fine = doctor.check_group(second)
         assert fine.verdict is CheckVerdict.OK
-        assert "/s by messages of 512 KiB" in fine.detail and "clocks agree within" in fine.detail
+        assert "/s with messages of 512 KiB" in fine.detail and "clocks agree within" in fine.detail
         other = dataclasses.replace(second, cache=CacheConfig(block_token_count=64))
         misfit = doctor.check_group(other)
         assert misfit.verdict is CheckVerdict.FAIL and "cache.block_token_count is 64 there" in misfit.detail
@@ -133,7 +133,7 @@ async def test_a_server_of_ours_has_the_port_and_the_cache_directory(tmp_path: P
             address = await asyncio.to_thread(doctor.check_address, config)
             cache = await asyncio.to_thread(doctor.check_cache, config)
     assert address.verdict is (CheckVerdict.OK if ready else CheckVerdict.WARN)
-    assert "a server of yours" in address.detail
+    assert "your server" in address.detail
     assert cache.verdict is CheckVerdict.OK and f"process {os.getpid()}" in cache.detail
 
 
@@ -221,7 +221,7 @@ def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
 
 def test_a_folder_of_nobodys_home_is_none() -> None:
     nobodys = with_model("~no-such-user/model")
-    assert "once the model is here" in doctor.check_replies(nobodys).detail
+    assert "once the model is downloaded" in doctor.check_replies(nobodys).detail
     assert doctor.check_memory(nobodys).verdict is not CheckVerdict.FAIL
 
 
@@ -275,7 +275,7 @@ def test_a_model_that_sees_needs_the_extra(
 def test_a_demo_model_is_here_or_can_be_had(monkeypatch: pytest.MonkeyPatch, is_built: bool) -> None:
     monkeypatch.setattr(doctor, "is_built", lambda model: is_built)
     check = doctor.check_model(with_model("demo-gemma"))
-    assert check.verdict is CheckVerdict.OK and ("made at the first start" in check.detail) is not is_built
+    assert check.verdict is CheckVerdict.OK and ("built at the first start" in check.detail) is not is_built
 
 
 def test_missing_openblas_is_a_warning_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,13 +334,13 @@ def test_a_small_disk_is_a_warning_and_a_file_in_the_way_fails(tmp_path: Path) -
 
 def test_a_cache_directory_tells_its_owner_and_how_it_was_left(tmp_path: Path) -> None:
     config = Config(cache=CacheConfig(directory=str(tmp_path / "cache"), ssd_bytes=1 << 30))
-    assert "first server" in doctor.check_cache(config).detail
+    assert "created at the first start" in doctor.check_cache(config).detail
     with StorageThread(tmp_path / "cache") as served:
         served.spill(*make_chain(2))
         check = doctor.check_cache(config)
         # Of a server that listens elsewhere than these settings say: nothing is wrong with it.
         assert check.verdict is CheckVerdict.WARN and f"process {os.getpid()}" in check.detail
-        assert "another --cache-directory" in check.advice
+        assert "its own --cache-directory" in check.advice
     check = doctor.check_cache(config)
     assert check.verdict is CheckVerdict.OK and "of 1 GiB used" in check.detail
     (tmp_path / "cache" / "clean.json").unlink()

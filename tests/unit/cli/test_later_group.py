@@ -24,7 +24,7 @@ def test_help_of_all_imports_neither_numpy_nor_sqlite() -> None:
         "    print('imported', sorted({'numpy', 'mlx', 'sqlite_utils', 'transformers'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND_S)
-    assert "Look into the SSD tier's directory" in done.stdout, done.stderr
+    assert "Inspect and check the SSD tier's directory" in done.stdout, done.stderr
     assert done.stdout.splitlines()[-1] == "imported []"
 
 

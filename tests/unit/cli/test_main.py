@@ -70,7 +70,7 @@ def test_help_shows_what_is_often_set_in_groups_and_on_one_screen(
 def test_commands_are_in_groups_and_none_is_without() -> None:
     text = run("--help").stdout
     assert re.findall(r"^╭─ (.+?) ─", text, re.MULTILINE) == [
-        *("Options", "Serve", "Ask", "Cache", "Models", "Look after")
+        *("Options", "Serve", "Ask", "Cache", "Models", "Manage")
     ]
     ask = text.partition("─ Ask ─")[2].partition("╰")[0]
     assert "rerank" in ask and "generate" in ask
@@ -85,7 +85,7 @@ def test_the_model_needs_no_flag() -> None:
     said = run("serve", "--no-preload", "./nowhere")
     assert isinstance(said.exception, IcehouseError) and "./nowhere" in str(said.exception)
     twice = run("serve", "./nowhere", "--model", "demo")
-    assert twice.exit_code == 2 and "said twice" in twice.output
+    assert twice.exit_code == 2 and "given twice" in twice.output
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_config_shows_value_and_source() -> None:
         (("config", "--config", "/nowhere.toml"), 2, "cannot read the config file"),
         (("serve", "--no-preload", "--model", "./nowhere"), 1, "there is no model folder"),
         (("generate", "hi", "--address", "127.0.0.1:1"), 1, "no server answers at 127.0.0.1:1"),
-        (("generate", "caf\udce9", "--address", "127.0.0.1:1"), 2, "bytes that are no UTF-8"),
-        (("models", "--address", "http://localhost:1"), 2, "is a URL; say host:port"),
-        (("models", "--address", "localhost"), 2, "has no port; say host:port"),
+        (("generate", "caf\udce9", "--address", "127.0.0.1:1"), 2, "not valid UTF-8"),
+        (("models", "--address", "http://localhost:1"), 2, "is a URL; use host:port"),
+        (("models", "--address", "localhost"), 2, "has no port; use host:port"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(

@@ -51,7 +51,7 @@ class Home:
 
 def test_a_model_is_pulled_listed_and_removed(tmp_path: Path, hub: str) -> None:
     home = Home(tmp_path, hub)
-    assert home.run("ls") == (0, "no models are here; `icehouse pull` fetches one\n")
+    assert home.run("ls") == (0, "no models on this machine; `icehouse pull` downloads one\n")
     code, said = home.run("pull", HUB_ID)
     assert code == 0 and "org/tiny: 2.932 KiB in " in said
     assert sorted(path.name for path in home.snapshot.iterdir()) == ["config.json", "model.safetensors"]

@@ -149,11 +149,13 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         default=Settings().address,
         help="host:port or unix:/path (default: %(default)s)",
     )
-    add("--ca-file", type=_file, metavar="PEM", help="speak TLS to the server, whose authority this is")
+    add(
+        "--ca-file", type=_file, metavar="PEM", help="use TLS to the server; the authority of its certificate"
+    )
     add(
         "--no-health-watch",
         action="store_true",
-        help="for a server that answers health checks only to callers with credentials",
+        help="do not watch the server's health: it needs credentials even for that",
     )
 
 
@@ -162,15 +164,15 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
     add("--host", default=defaults.host, help="(default: %(default)s)")
     port = _number(int, least=0, most=(1 << 16) - 1)
     add("--port", type=port, default=defaults.port, help="(default: %(default)s)")
-    add("--fd", type=_socket, metavar="N", help="an inherited socket that listens, instead of host and port")
+    add("--fd", type=_socket, metavar="N", help="an inherited listening socket, instead of host and port")
     add(
         "--name",
         action="append",
         default=[],
         metavar="NAME",
-        help="a host name to answer to, beside addresses, localhost and --host; * is any; may be repeated",
+        help="a host name to answer to, besides addresses, localhost and --host; * is any; may be repeated",
     )
-    add("--tls-certificate", type=_file, metavar="PEM", help="speak HTTPS with this certificate chain")
+    add("--tls-certificate", type=_file, metavar="PEM", help="serve HTTPS with this certificate chain")
     add("--tls-key", type=_file, metavar="PEM", help="the certificate's private key")
     add(
         "--grace-s",
@@ -182,7 +184,7 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
     add(
         "--ends-with-stdin",
         action="store_true",
-        help="end at once when standard input does, and not by a second signal",
+        help="end at once when standard input closes, not on a second signal",
     )
 
 
@@ -198,18 +200,18 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
     )
     add("--strict-models", action="store_true", help="refuse names of models that are not served")
     temperature = _number(float, least=0, most=_MOST)
-    add("--temperature", type=temperature, help="for requests that name none (default: the server's, greedy)")
+    add("--temperature", type=temperature, help="of requests that set none (default: the server's, greedy)")
     add(
         "--exact-prompts",
         action="store_true",
-        help="drop no billing lines, sort no tools and keep no earlier replies as they were generated",
+        help="leave prompts as sent: keep billing lines, sort no tools, keep no earlier replies as generated",
     )
     add(
         "--allow-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="let web pages of this origin call, * for all; may be repeated",
+        help="allow web pages of this origin to call, * for all; may be repeated",
     )
     add(
         "--max-body-bytes",
@@ -223,7 +225,7 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         type=_number(int, least=1, most=_MOST),
         default=defaults.body_memory_bytes,
         metavar="BYTES",
-        help="for the bodies of all requests until they are answered (default: %(default)s)",
+        help="memory for the bodies of all requests until they are answered (default: %(default)s)",
     )
 
 
@@ -231,7 +233,7 @@ def _add_log(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add("--log-format", default="text", choices=["text", "json"])
-    add("--no-access-log", action="store_true", help="no line for every request")
+    add("--no-access-log", action="store_true", help="do not log every request")
 
 
 def _alias(text: str) -> tuple[str, str]:

@@ -35,14 +35,17 @@ def bench(
     server: Server,
     model: Annotated[
         str | None,
-        typer.Argument(help="Measure a server started for this; else the running one.", show_default=False),
+        typer.Argument(
+            help="Start a server for this model and measure it; by default the running one.",
+            show_default=False,
+        ),
     ] = None,
     limit_s: Annotated[float, typer.Option(min=1.0, help="Measure no longer than this.")] = 120.0,
     as_json: AsJson = False,
 ) -> None:
     """Measure prefill, decode and restore in tokens a second, by the wall clock; other load slows it down.
 
-    Restores from SSD need a restart, and so MODEL. What was restored is evicted again.
+    Restores from SSD need a restart, so only MODEL measures them. What was restored is evicted again.
     """
     report = _of_running(server.client, limit_s=limit_s) if model is None else _of_own(model, limit_s=limit_s)
     if as_json:
@@ -76,7 +79,7 @@ def _of_running(client: Client, *, limit_s: float) -> Report:
     speeds, prompt = _without_restart(bench)
     if prompt:
         client.cache.evict(prompt, timeout_s=_EVICT_TIMEOUT_S)
-    ssd = Speed("restore from SSD", note="needs a restart, so a server of its own: icehouse bench MODEL")
+    ssd = Speed("restore from SSD", note="needs a restart; icehouse bench MODEL starts a server for that")
     return Report(bench.model_id, bench.device, (*speeds, ssd))
 
 
@@ -207,7 +210,7 @@ class SpeedBench:
     def _usage(self, prompt: Sequence[int], options: Options) -> Usage:
         if not self.fits(len(prompt)):
             raise _NotMeasuredError(f"the model's context is {self._context_token_count:,} tokens")
-        late = _NotMeasuredError("no time was left; allow more with --limit-s")
+        late = _NotMeasuredError("no time was left; raise --limit-s")
         options["timeout_s"] = left_s = self.left_s
         if left_s <= 0:
             raise late

@@ -43,7 +43,7 @@ def serving(
         if not is_serving:
             # Closing reports the server's code and log; what remains is code 0 without having served.
             stack.close()
-            raise StartError(Reason.ENGINE_FAILED, "the server ended before it served")
+            raise StartError(Reason.ENGINE_FAILED, "the server exited before it was ready")
         yield client, address
         stopping.enter_context(err.status("stopping the server, which first writes its blocks to SSD"))
 
@@ -93,7 +93,7 @@ def running_server(
     if server.returncode != 0:
         out.print(log_file.read_text(encoding="utf-8", errors="replace"), markup=False, style="dim")
         raise StartError(
-            Reason.ENGINE_FAILED, f"the server ended with code {server.returncode}; its log stands above"
+            Reason.ENGINE_FAILED, f"the server exited with code {server.returncode}; see its log above"
         )
 
 

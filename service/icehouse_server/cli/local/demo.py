@@ -152,7 +152,7 @@ def comparison_table(passes: Sequence[DemoCall]) -> Table:
 def verdict_text(passes: Sequence[DemoCall]) -> Text:
     """Return one line: how much sooner the later passes began, and whether all texts are equal."""
     if not texts_are_equal(passes):
-        return Text("the texts differ, and they must not: please report this", style="bold red")
+        return Text("the texts differ, which is a bug: please report it", style="bold red")
     cold, *others = passes
     speeds = [f"{each.name} {_times_sooner(cold, each)}" for each in others]
     return Text(f"the {len(passes)} texts are equal; {', '.join(speeds)}", style="green")

@@ -22,14 +22,16 @@ _IN_RAM_ONLY = ("--no-ssd",)
 
 @with_groups(answer=answer_options_of)
 def run(
-    model: Annotated[str, typer.Argument(help="What `icehouse serve` takes.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="Model to serve, as for `icehouse serve`.", show_default=False)
+    ],
     answer: Options,
     system: System = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a model on a free loopback port and talk with it; the server ends with the conversation."""
-    status = f"loading {model}, which is fetched the first time"
+    """Serve a model on a free loopback port and chat with it; the server stops when the chat ends."""
+    status = f"loading {model}, which is downloaded the first time"
     try:
         with (
             tempfile.TemporaryDirectory(prefix="icehouse-run-") as scratch,

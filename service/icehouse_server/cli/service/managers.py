@@ -99,13 +99,13 @@ class DefinitionFile:
         """Raise ServiceError if there is no file, or an edited one without `is_forced`."""
         state = self.state()
         if state is ServiceFileState.ABSENT:
-            raise ServiceError(f"no service is installed: there is no {self.path}")
+            raise ServiceError(f"no service is installed: {self.path} does not exist")
         self._guard(state, is_forced=is_forced, verb="removes")
 
     def _guard(self, state: ServiceFileState, *, is_forced: bool, verb: str) -> None:
         if state is ServiceFileState.CHANGED and not is_forced:
             raise ServiceError(
-                f"{self.path} is not as `service install` wrote it; look at it, then --force {verb} it"
+                f"{self.path} was edited after `service install` wrote it; check it, then --force {verb} it"
             )
 
 
@@ -134,12 +134,12 @@ def answer_of(command: Sequence[str], *, timeout_s: float = _ANSWER_TIMEOUT_S) -
             timeout=timeout_s,
         )
     except FileNotFoundError as error:
-        raise ServiceError(f"there is no {command[0]} here; --print shows the file") from error
+        raise ServiceError(f"{command[0]} is not on this machine; --print shows the file") from error
     except subprocess.TimeoutExpired as error:
-        raise ServiceError(f"`{shown}` did not end within {timeout_s:g} s") from error
+        raise ServiceError(f"`{shown}` did not finish within {timeout_s:g} s") from error
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip() or "it said nothing"
-        raise ServiceError(f"`{shown}` ended with {done.returncode}: {said}")
+        said = (done.stderr or done.stdout).strip() or "no output"
+        raise ServiceError(f"`{shown}` exited with code {done.returncode}: {said}")
     return done.stdout
 
 
@@ -158,7 +158,7 @@ class Systemd:
     name: str = "systemd"
     hints: tuple[str, ...] = (
         "its log: journalctl --user -u icehouse -f",
-        "it ends when you log out, unless you say: loginctl enable-linger",
+        "it stops when you log out, unless you run: loginctl enable-linger",
     )
 
     @property
@@ -171,7 +171,9 @@ class Systemd:
         environment = "".join(f"Environment={_quoted(each)}\n" for each in variables)
         program, *arguments = definition.command
         if any(character in program for character in "\"'\\"):
-            raise ServiceError(f"systemd runs no program whose path has quotes or backslashes: {program}")
+            raise ServiceError(
+                f"systemd cannot run a program with quotes or backslashes in its path: {program}"
+            )
         words = [_quoted(program), *(_quoted(word).replace("$", "$$") for word in arguments)]
         template = importlib.resources.files("icehouse_server.cli.service").joinpath(UNIT)
         return sealed(
@@ -210,7 +212,7 @@ def _systemctl(*arguments: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> str:
 def _quoted(word: str) -> str:
     """Return a word as written in a unit (systemd.syntax(7), systemd.unit(5)): specifiers begin with %."""
     if any(ord(character) < 32 or ord(character) == 127 for character in word):
-        raise ServiceError(f"{word!r} has a control character, which no unit file can hold")
+        raise ServiceError(f"{word!r} has a control character, which a unit file cannot contain")
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     is_plain = escaped == word and word and not any(character in word for character in " ';#")
     return word if is_plain else f'"{escaped}"'
@@ -265,7 +267,9 @@ class Launchd:
         try:
             head, end, body = plistlib.dumps(agent, sort_keys=False).partition(_DOCTYPE_END)
         except ValueError as error:
-            raise ServiceError(f"{definition.command} cannot be said in a property list: {error}") from error
+            raise ServiceError(
+                f"{definition.command} cannot be written to a property list: {error}"
+            ) from error
         return sealed(f"{(head + end).decode()}<!-- {SEAL_LINE} -->\n{body.decode()}")
 
     def start(self) -> None:

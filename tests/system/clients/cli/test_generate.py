@@ -103,7 +103,7 @@ async def test_pictures_are_shown_with_the_text(tmp_path: Path) -> None:
     assert told.exit_code == 0 and shown == [(b"one.png", "AUTO"), (b"two.gif", "AUTO")]
     assert short.exit_code == 0 and images.shown == [(b"one.png", "LOW"), (b"two.gif", "LOW")]
     assert wrong.exit_code == 2 and "--image-detail" in wrong.output
-    assert without.exit_code == 2 and "with TEXT" in without.stderr
+    assert without.exit_code == 2 and "--image needs TEXT" in without.stderr
     assert missing.exit_code != 0 and "none.png cannot be read" in str(missing.exception)
 
 
@@ -181,4 +181,4 @@ async def test_a_deadline_that_passes_says_what_to_do() -> None:
     async with running() as served:
         served.engine.script = hanging
         late = await invoke("generate", "Hi", "--timeout-s", "0.2", "--address", served.server.address)
-    assert late.exit_code == 1 and "allow more with --timeout-s" in late.stderr
+    assert late.exit_code == 1 and "raise --timeout-s" in late.stderr

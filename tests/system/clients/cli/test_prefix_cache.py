@@ -40,7 +40,7 @@ async def test_explain_shows_where_the_prompt_comes_from(served: RunningServer) 
     assert told.exit_code == 0, told.output
     assert "8 tokens: █ 4 from RAM   ▓ 2 from SSD   ░ 2 to compute" in told.stdout
     assert "first token in about 250 ms, without the cache 1.50 s" in told.stdout
-    assert "why not more: no cached prompt goes on like this one" in told.stdout
+    assert "why not more: no cached prompt continues like this one" in told.stdout
     assert facts["cache"]["ram_tokens"] == 4 and facts["cache"]["limit"] == "REUSE_LIMIT_DIVERGED"
     assert served.engine.orders == [
         Explain(tuple(b"12345678"), CacheScope(Tenant("blue"))),
@@ -89,7 +89,7 @@ async def test_no_prompt_and_two_are_wrong_usage(given: list[str], words: str) -
 async def test_a_file_without_a_message_is_no_prompt(tmp_path: Path) -> None:
     file = written(tmp_path, "none.json", b"[]")
     result = await invoke("explain", "--messages", file, "--address", "127.0.0.1:1")
-    assert isinstance(result.exception, UsageError) and "there is no message in it" in str(result.exception)
+    assert isinstance(result.exception, UsageError) and "it has no messages" in str(result.exception)
 
 
 async def test_orders_reach_the_cache(served: RunningServer) -> None:
@@ -160,4 +160,4 @@ def test_where_prompts_part_is_told_without_what_a_terminal_obeys() -> None:
     found.cache.divergence.prompt_token.text = "a\x1b[2J"
     found.cache.divergence.cached_token.text = "b"
     text = explanation(found, width=80).plain
-    assert "at token 3: 'a?[2J' here, 'b' there" in text and "no time is predicted yet" in text
+    assert "at token 3: 'a?[2J' here, 'b' there" in text and "no prediction yet" in text

@@ -43,7 +43,7 @@ async def test_models_tells_what_is_served(served: RunningServer) -> None:
         ),
         (
             {"sees_images": True, "runs_images_whole": True, "pass_splits": (PassSplit.ALONE,)},
-            ("images yes, each in one pass", "passes each sequence its own"),
+            ("images yes, each in one pass", "passes one per sequence"),
         ),
     ],
 )
@@ -82,7 +82,10 @@ async def test_requests_are_listed_and_ended(served: RunningServer) -> None:
         pass
     listed, facts = await invoke("requests", *address), await invoke("requests", "--json", *address)
     ended, again = await invoke("cancel", "r0", "r1", *address), await invoke("cancel", "r1", *address)
-    assert (nothing.exit_code, nothing.stdout) == (0, "") and "nothing waits or runs" in nothing.stderr
+    assert (nothing.exit_code, nothing.stdout) == (
+        0,
+        "",
+    ) and "no requests waiting or running" in nothing.stderr
     assert listed.stdout.splitlines()[1].split()[:3] == ["r1", "Stream", "decoding"]
     assert "1 of 9" in listed.stdout
     assert json.loads(facts.stdout)["requests"][0]["request_id"] == "r1"

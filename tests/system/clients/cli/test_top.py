@@ -206,7 +206,7 @@ def test_trouble_is_said() -> None:
     found.cache.integrity.checksum_failure_total, found.cache.integrity.seal_failure_total = 2, 1
     found.cache.disk.writes_off_detail = "Disk is full"
     text = shown(found, notice="the server is away")
-    assert "3 damaged" in text and "nothing is written: Disk is full" in text and "away" in text
+    assert "3 damaged" in text and "not writing to SSD: Disk is full" in text and "away" in text
 
 
 def test_a_callers_name_cannot_command_the_terminal() -> None:
@@ -258,7 +258,7 @@ async def test_a_server_that_goes_away_is_waited_for() -> None:
             await asked.wait()
     async with asyncio.timeout(BOUND_S):
         notices = await looking
-    assert notices[0] == "" and "is away" in notices[-1]
+    assert notices[0] == "" and "does not answer" in notices[-1]
 
 
 def test_no_server_at_first_is_an_error_with_the_cure() -> None:

@@ -136,7 +136,7 @@ def test_no_variable_and_no_secret_reaches_the_file(
     monkeypatch.setenv("ICEHOUSE_CLIENT_TOKEN_FILE", "/sesame")
     done = run("install", "demo")
     assert "sesame" not in machine.unit.read_text() + done.output
-    assert "into --config: HF_TOKEN, ICEHOUSE_CACHE_KEY_COMMAND\n" in done.output
+    assert "to the --config file: HF_TOKEN, ICEHOUSE_CACHE_KEY_COMMAND\n" in done.output
 
 
 def test_the_config_file_of_the_environment_counts(
@@ -182,7 +182,7 @@ def test_the_port_of_http_is_passed_on_and_checked() -> None:
     ("script", "said"),
     [
         ("#!/bin/sh\necho 'Failed to connect to bus' >&2; exit 1\n", "Failed to connect to bus"),
-        (None, "there is no"),
+        (None, "systemctl is not on this machine"),
     ],
 )
 def test_where_no_manager_answers_nothing_is_written(

@@ -46,7 +46,7 @@ def test_a_changed_file_is_left_alone_unless_it_is_said(file: DefinitionFile, co
     file.path.parent.mkdir(parents=True)
     file.path.write_bytes(content)
     for order in (lambda: file.write(NEW, is_forced=False), lambda: file.guard_removal(is_forced=False)):
-        with pytest.raises(ServiceError, match=r"not as .* wrote it.*--force"):
+        with pytest.raises(ServiceError, match=r"was edited after .* wrote it.*--force"):
             order()
         assert file.path.read_bytes() == content
     file.guard_removal(is_forced=True)

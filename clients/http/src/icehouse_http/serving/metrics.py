@@ -65,24 +65,24 @@ class Metrics:
             for line in histogram.lines(name, f'path="{path}"')
         ]
         families: Sequence[tuple[str, str, str, Sequence[str]]] = (
-            ("icehouse_http_requests_total", "counter", "Requests that have ended.", requests),
+            ("icehouse_http_requests_total", "counter", "Requests ended.", requests),
             (
                 "icehouse_http_in_flight_requests",
                 "gauge",
-                "Requests that run.",
+                "Requests running.",
                 (_line("in_flight_requests", self.in_flight_count),),
             ),
             (name, "histogram", "From a request's headers to the first byte of its answer's body.", waits),
             (
                 "icehouse_http_body_bytes",
                 "gauge",
-                "Bodies of the requests that run.",
+                "Memory for the bodies of running requests.",
                 (_line("body_bytes", held_bytes),),
             ),
             (
                 "icehouse_http_body_limit_bytes",
                 "gauge",
-                "What these may be together.",
+                "Maximum memory for these bodies.",
                 (_line("body_limit_bytes", limit_bytes),),
             ),
         )

@@ -5,7 +5,7 @@ import os
 
 if importlib.util.find_spec("typer") is None:
     raise ModuleNotFoundError(
-        "the command line is not installed: it is icehouse-client's extra `cli`", name="typer"
+        "the command line is not installed; install icehouse-client's extra `cli`", name="typer"
     )
 
 # gRPC's C core writes lines of its own unless it finds this at its import; our errors say what they would.

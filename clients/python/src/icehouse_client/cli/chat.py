@@ -43,17 +43,17 @@ from icehouse_client.stream_sum import StreamEvent
 QUOTES = '"""'
 HELP = {
     "help": ("/help", "this"),
-    "system": ("/system TEXT", "another system prompt; without TEXT shows it"),
-    "undo": ("/undo", "takes the last turn back"),
-    "clear": ("/clear", "forgets all turns but the system prompt"),
+    "system": ("/system TEXT", "changes the system prompt; without TEXT shows it"),
+    "undo": ("/undo", "removes the last turn"),
+    "clear": ("/clear", "removes all turns, but keeps the system prompt"),
     "save": ("/save FILE", "writes the conversation, with its tokens, to a file"),
-    "load": ("/load FILE", "goes on with the conversation of a file"),
+    "load": ("/load FILE", "continues the conversation in a file"),
     "exit": ("/exit", "ends, as Ctrl-D does"),
 }
 """What a user may ask of the chat itself: how it is said, and what it does."""
 
 System = Annotated[str, typer.Option(help="System prompt.", show_default=False)]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print the answers only.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print only the answers.")]
 
 
 @with_groups(server=server_of, answer=answer_options_of)
@@ -61,23 +61,25 @@ def chat(
     server: Server,
     answer: Options,
     system: System = "",
-    load: Annotated[Path | None, typer.Option(help="Go on with a saved conversation.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the conversation here after each turn.")] = None,
+    load: Annotated[Path | None, typer.Option(help="Continue a saved conversation.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Save the conversation to this file after each turn.")
+    ] = None,
     thinking: Annotated[
         bool | None,
-        typer.Option(help="Whether a model that can think first does; by default as its template says."),
+        typer.Option(
+            help="Turn thinking on or off, for models that can think; by default the template's choice."
+        ),
     ] = None,
     model: Model = "",
     adapter: Adapter = "",
-    tenant: Annotated[
-        str, typer.Option(help="Whose conversation it is, for operators.", show_default=False)
-    ] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant to act for; operators only.", show_default=False)] = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Talk with a model. Each line is a turn, also from a pipe; triple quotes hold several; /help lists more.
+    """Chat with a model. Each line is a turn, also from a pipe; triple quotes begin and end several lines.
 
-    Below each answer stands how many of its prompt's tokens came from the cache.
+    Below each answer is how many of its prompt's tokens came from the cache. /help lists commands.
     """
     talk = Conversation() if load is None else read_conversation(load)
     talk.system = system or talk.system
@@ -139,7 +141,7 @@ class ChatSession:
         except IcehouseClientError as error:
             self.talk.undo()
             is_long = error.reason == "PROMPT_TOO_LONG"
-            hint = "; /undo takes turns back, /clear all of them" if is_long else ""
+            hint = "; /undo removes the last turn, /clear all of them" if is_long else ""
             self._fail(failure_text(error, self.server.address) + hint, EXIT_FAILURE)
         except KeyboardInterrupt:
             self.talk.undo()
@@ -168,7 +170,7 @@ class ChatSession:
             case "load" if command.argument:
                 self._load(Path(command.argument))
             case None:
-                hint = '/help lists what there is, """ around a turn sends it as is'
+                hint = '/help lists the commands, """ around a turn sends it as is'
                 self._fail(f"there is no /{command.word}; {hint}", EXIT_USAGE)
             case _:
                 self._fail(f"/{command.word} needs a file name", EXIT_USAGE)

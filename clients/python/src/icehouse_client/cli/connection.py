@@ -47,16 +47,17 @@ def _option(variable: str, help: str, *flags: str) -> Any:
 def server_of(
     context: typer.Context,
     address: Annotated[
-        str | None, _option("ADDRESS", "host:port or unix:/path; by default where `serve` would listen.")
+        str | None, _option("ADDRESS", "host:port or unix:/path; by default where `serve` listens.")
     ] = None,
     token: Annotated[
-        Path | None, _option("TOKEN_FILE", "File with the bearer token; an operator's may do everything.")
+        Path | None,
+        _option("TOKEN_FILE", "File with the bearer token; an operator's token may do everything."),
     ] = None,
     tls: Annotated[
         bool,
         _option(
             "TLS",
-            "The server has TLS with a certificate of a public authority; --ca and --certificate imply it.",
+            "Use TLS and trust public authorities; --ca and --certificate imply --tls.",
             "--tls",
         ),
     ] = False,
@@ -109,7 +110,7 @@ def failing_call_ends(address: str) -> Iterator[None]:
         # What the client says of such a text names its own arguments, and not this command's.
         if not isinstance(error.__cause__, UnicodeEncodeError):
             raise
-        complain("the text has bytes that are no UTF-8; convert it first, as with `iconv -t utf-8`")
+        complain("the text is not valid UTF-8; convert it first, for example with `iconv -t utf-8`")
         raise typer.Exit(EXIT_USAGE) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(EXIT_INTERRUPTED) from error
@@ -122,9 +123,9 @@ def failure_text(error: IcehouseClientError, address: str) -> str:
         case "UNAVAILABLE":
             return _not_reached_text(error.message, address)
         case "DEADLINE_EXCEEDED":
-            return f"the server at {address} did not answer in the time given; allow more with --timeout-s"
+            return f"the server at {address} did not answer in time; raise --timeout-s"
         case "UNIMPLEMENTED":
-            return f"the server at {address} does not know this call; it is older than this command"
+            return f"the server at {address} does not have this call; it is older than this command"
     return f"{error.code.name}: {error.message}"
 
 

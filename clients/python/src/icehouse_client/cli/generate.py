@@ -25,17 +25,20 @@ from icehouse_client.stream_sum import StreamEvent
 
 def answer_options_of(
     max_output_tokens: Annotated[
-        int | None, count(min=1, help="Most tokens to generate; by default the server's choice.")
+        int | None, count(min=1, help="Maximum tokens to generate; by default the server's choice.")
     ] = None,
     max_reasoning_tokens: Annotated[
-        int | None, count(min=0, help="Most tokens to think with before a chat's answer; 0 answers at once.")
+        int | None, count(min=0, help="Maximum thinking tokens before a chat's answer; 0 answers at once.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy, the default.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this share.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Temperature; 0, the default, is greedy.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the likeliest tokens that together have this probability."),
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed draws the same text.")
+        int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text.")
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; may be repeated.")] = None,
     timeout_s: Annotated[float | None, timeout()] = None,
 ) -> Options:
     """Return how long an answer may be and how its tokens are drawn, as the client takes it."""
@@ -50,7 +53,7 @@ def generate(
     server: Server,
     answer: Options,
     suffix: Suffix = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the text only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the text.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Stream a continuation of TEXT from a running server."""

@@ -17,7 +17,7 @@ from icehouse_client.cli.top import top
 ASK = "Ask"
 CACHE = "Cache"
 MODELS = "Models"
-LOOK_AFTER = "Look after"
+MANAGE = "Manage"
 """Groups of commands in the help."""
 
 _TYPES = {
@@ -72,12 +72,12 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         *(prefix_cache.end_session, prefix_cache.evict),
     ),
     MODELS: (server.models, server.ps),
-    LOOK_AFTER: (top, server.stats, server.info, server.health, server.requests, server.cancel),
+    MANAGE: (top, server.stats, server.info, server.health, server.requests, server.cancel),
 }
 
 app = CommandLine(
     name="icehouse-client",
-    help="Ask a server of Icehouse: generate, chat, look into its prefix cache and at what it does.",
+    help="Use an Icehouse server: generate, chat, and inspect its prefix cache and activity.",
 )
 for panel, commands in _COMMANDS.items():
     for command in commands:

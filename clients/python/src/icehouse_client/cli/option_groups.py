@@ -17,7 +17,7 @@ import typer
 count = functools.partial(typer.Option, max=2**31 - 1)
 """An option for a number that a request can say; the server's own limit is far below."""
 
-timeout = functools.partial(typer.Option, min=0.001, max=1e9, help="Give up after so many seconds.")
+timeout = functools.partial(typer.Option, min=0.001, max=1e9, help="Give up after this many seconds.")
 
 
 def with_groups(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -50,21 +50,21 @@ _STYLES = {_RAM: "green", _SSD: "cyan", _COMPUTE: "yellow"}
 LIMITS = {
     "NONE": "",
     "NO_MATCH": "no cached prompt begins like this one",
-    "DIVERGED": "no cached prompt goes on like this one behind what is reused",
-    "NO_CHECKPOINT": "more of it is cached, but this model can go on at a checkpoint only",
+    "DIVERGED": "no cached prompt continues like this one after the reused tokens",
+    "NO_CHECKPOINT": "more of it is cached, but this model can continue only at a checkpoint",
     "RECOMPUTE_FASTER": "more of it is on SSD, but computing it is predicted to be faster than loading it",
     "LOAD_FAILED": "a block on SSD was missing or damaged, and was dropped",
     "SWITCHED_OFF": "the server does not use its cache",
-    "UNSUPPORTED": "this model's cache cannot be cut into blocks",
-    "PROMPT_LOGPROBS": "the prompt's log probabilities were asked for, so all of it is computed",
+    "UNSUPPORTED": "this model's cache cannot be split into blocks",
+    "PROMPT_LOGPROBS": "the prompt's log probabilities were requested, so all of it is computed",
 }
 """Why no more is reused, by the API's word."""
 
 REFUSALS = {
-    "DAMAGED": "not what its name says",
-    "LAYOUT": "not this model's tensors, or states that cannot be cut",
-    "SCOPE": "another tenant's, or an adapter's that is not served",
-    "PARENT_MISSING": "the block before it is not here",
+    "DAMAGED": "its content does not match its name",
+    "LAYOUT": "tensors of another model, or states that cannot be split",
+    "SCOPE": "of another tenant, or of an adapter that is not served",
+    "PARENT_MISSING": "the block before it is missing",
     "QUOTA": "no space within the tenant's quota",
     "SSD_FULL": "no space on SSD",
 }
@@ -76,14 +76,14 @@ _about_a_prompt = with_groups(server=server_of, prompt=prompt_of)
 
 @_about_a_prompt
 def explain(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: AsJson = False) -> None:
-    """Show what the server would reuse of a prompt, why not more, and how soon the first token would come."""
+    """Show how much of a prompt the server would reuse, why not more, and when the first token would come."""
     found = server.client.cache.explain(prompt.read(suffix), **prompt.options)
     show(found, explanation(found, width=out.width), as_json=as_json)
 
 
 @_about_a_prompt
 def warm(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: AsJson = False) -> None:
-    """Have the server bring a prompt into RAM, from SSD or by computing it, without an answer."""
+    """Bring a prompt into the RAM tier, from SSD or by computing it, without generating."""
     asked = prompt.read(suffix)
     with bar("computing the prompt", MofNCompleteColumn()) as advance:
         done = server.client.cache.warm(
@@ -100,11 +100,11 @@ def pin(
     server: Server,
     suffix: Suffix = None,
     ttl: Annotated[
-        str | None, typer.Option(help="How long, such as 30s, 5m, 1h or 7d; by default until unpin.")
+        str | None, typer.Option(help="Duration such as 30s, 5m, 1h or 7d; by default until unpin.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep a prompt's cached blocks from being evicted by policy; pinning again prolongs it."""
+    """Protect a prompt's cached blocks from eviction by policy; pinning again extends it."""
     options = cast(PinOptions, {**prompt.options})
     if ttl is not None:
         options["ttl_s"] = ttl_of(ttl)
@@ -114,7 +114,7 @@ def pin(
 
 @_about_a_prompt
 def unpin(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: AsJson = False) -> None:
-    """Take the pins of a prompt's blocks off."""
+    """Unpin a prompt's blocks."""
     done = server.client.cache.unpin(prompt.read(suffix), **prompt.options)
     show(done, f"unpinned: {_blocks(done)}", as_json=as_json)
 
@@ -122,11 +122,11 @@ def unpin(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: A
 @with_groups(server=server_of)
 def end_session(
     server: Server,
-    session: Annotated[str, typer.Argument(help="The session, as its requests named it.")],
-    tenant: Annotated[str, typer.Option(help="Whose session it is; for operators.")] = "",
+    session: Annotated[str, typer.Argument(help="The session's name in its requests.")],
+    tenant: Annotated[str, typer.Option(help="Tenant to act for; operators only.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Have what only this conversation has used evicted first, because it is over."""
+    """End a conversation: the blocks that only it used are evicted first."""
     done = server.client.cache.end_session(session, tenant=tenant)
     told = (
         f"evicted first from now on: {done.block_count:,} blocks, "
@@ -141,12 +141,12 @@ def evict(
     server: Server,
     suffix: Suffix = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Everything, of every tenant; for operators.")
+        bool, typer.Option("--all", help="Everything, of every tenant; operators only.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --all.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation of --all.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a prompt's cached blocks from RAM and SSD, pinned ones too."""
+    """Remove a prompt's cached blocks from RAM and SSD, including pinned ones."""
     if everything and (prompt.prompt, suffix) != (None, None):
         raise typer.BadParameter("--all removes everything; leave it out to remove one prompt")
     if everything and not yes:
@@ -185,7 +185,7 @@ def export_blocks(
             raise UsageError(f"{to} cannot be written: {error.strerror}") from error
     told = f"exported: {done.block_count:,} blocks, {size_text(done.size_bytes)}"
     if done.left_out_block_count:
-        told += f"; {done.left_out_block_count:,} could not be read and are left out"
+        told += f"; {done.left_out_block_count:,} could not be read and were left out"
     if is_pipe:
         # Standard output is the archive.
         err.print(told, markup=False)
@@ -198,10 +198,10 @@ def import_blocks(
     archive: Annotated[str, typer.Argument(help="The archive to read; - is standard input.")],
     server: Server,
     model: Model = "",
-    tenant: Annotated[str, typer.Option(help="Whose blocks they become, for operators.")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant that gets the blocks; operators only.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Have an archive's blocks adopted by a server; exit code 1 when not all were."""
+    """Import an archive's blocks into a server; exit code 1 if some were not."""
     file: ArchiveFile = sys.stdin.buffer if archive == _PIPE else expanded(archive)
     options = ImportOptions(model=model, tenant=tenant)
     with bar("importing blocks", DownloadColumn()) as advance:
@@ -222,7 +222,7 @@ def import_blocks(
 def _adopted(done: ImportResponse) -> str:
     parts = [
         f"adopted: {done.adopted_block_count:,} blocks, {size_text(done.adopted_bytes)}",
-        f"{done.known_block_count:,} were cached already",
+        f"{done.known_block_count:,} already cached",
     ]
     for each in done.refusals:
         name = ImportRefusal.Name(each.reason).removeprefix("IMPORT_REFUSAL_")
@@ -262,14 +262,14 @@ def explanation(found: ExplainResponse, *, width: int) -> Text:
             cold = seconds(found.predicted_time_to_first_token_cold)
             text.append(f", without the cache {duration_text(cold)}")
     else:
-        text.append("\nno time is predicted yet: this server has measured no prompt")
+        text.append("\nno prediction yet: this server has not measured a prompt")
     limit = reuse_limit_name(report)
     if why := LIMITS.get(limit, limit.replace("_", " ").lower()):
         text.append(f"\nwhy not more: {why}")
     if report.HasField("divergence"):
         place = report.divergence
         text.append(
-            f"\nthe nearest cached prompt parts from it at token {place.token_index:,}: "
+            f"\nthe nearest cached prompt differs at token {place.token_index:,}: "
             f"{printable(place.prompt_token.text)!r} here, {printable(place.cached_token.text)!r} there"
         )
     pinned = sum(block.token_count for block in found.blocks if block.pinned)

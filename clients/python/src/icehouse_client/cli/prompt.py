@@ -20,12 +20,12 @@ from icehouse_client.requests import Prompt, PromptOptions
 _option = functools.partial(typer.Option, rich_help_panel="Prompt")
 _named = functools.partial(_option, show_default=False)
 
-_MODEL, _ADAPTER = "Refuse unless it is served.", "One of the model's LoRA adapters."
+_MODEL, _ADAPTER = "Model to use; refused if it is not served.", "LoRA adapter of the model."
 Model = Annotated[str, typer.Option(help=_MODEL, show_default=False)]
 Adapter = Annotated[str, typer.Option(help=_ADAPTER, show_default=False)]
 """Of commands about something else than a prompt."""
 
-Suffix = Annotated[str | None, _named(help="Text behind a gap, which the output fills; TEXT is before it.")]
+Suffix = Annotated[str | None, _named(help="Text after the gap that the output fills; TEXT is before it.")]
 """What makes an infill prompt of a text."""
 
 ImageDetail = Literal["auto", "low", "high"]
@@ -59,21 +59,19 @@ def prompt_of(
     system: Annotated[str, _named(help="System prompt of the chat.")] = "",
     messages: Annotated[
         Path | None,
-        _option(
-            help="Conversation in a JSON file: one that `chat` has saved, or a list of role and content."
-        ),
+        _option(help="Conversation in a JSON file: one saved by `chat`, or a list of role and content."),
     ] = None,
-    tokens: Annotated[str | None, _option(help="Token ids, with commas or spaces between.")] = None,
+    tokens: Annotated[str | None, _option(help="Token ids, separated by commas or spaces.")] = None,
     image: Annotated[
-        list[Path] | None, _option(help="Picture that a chat's TEXT is about; again for another one.")
+        list[Path] | None, _option(help="Image file to send with TEXT in a chat; may be repeated.")
     ] = None,
     image_detail: Annotated[
         ImageDetail,
-        _option(help="How much of pictures is shown; low takes fewer tokens, with models that can."),
+        _option(help="Detail of images; low takes fewer tokens, with models that can."),
     ] = "auto",
     model: Annotated[str, _named(help=_MODEL)] = "",
     adapter: Annotated[str, _named(help=_ADAPTER)] = "",
-    tenant: Annotated[str, _named(help="Whose prompt it is, for operators.")] = "",
+    tenant: Annotated[str, _named(help="Tenant to act for; operators only.")] = "",
 ) -> GivenPrompt:
     """Return what is said of the prompt: the group of every command about one.
 
@@ -83,13 +81,13 @@ def prompt_of(
     if (text, messages, tokens).count(None) < 2:
         raise typer.BadParameter("give one of TEXT (- for standard input), --messages and --tokens")
     if image and text is None:
-        raise typer.BadParameter("--image shows a picture with TEXT")
+        raise typer.BadParameter("--image needs TEXT")
     if tokens is not None:
         return GivenPrompt(read_token_ids(tokens), options)
     if messages is not None:
         talk = read_conversation(messages)
         if not talk:
-            raise _no_conversation(messages, "there is no message in it")
+            raise _no_conversation(messages, "it has no messages")
         talk.system = system or talk.system
         return GivenPrompt(talk, options)
     if text is None:

@@ -53,16 +53,16 @@ def models(
     action: Annotated[
         ModelsAction, typer.Argument(metavar="[ACTION]", help="ls, pull, load or unload.")
     ] = ModelsAction.LS,
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME…", help="All if absent.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME…", help="Default: all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a server serves (adapters, context, what a token's KV takes); fetch, load or unload some."""
+    """Show a server's models (adapters, context, KV per token); download, load or unload them."""
     served = server.client.models()
     wanted = names or [model.id for model in served]
     if action is ModelsAction.LS:
         by_name = {name: model for model in served for name in (model.id, *model.aliases)}
         if unknown := [name for name in wanted if name not in by_name]:
-            raise UsageError(f"no model {unknown[0]!r} is served here; use one of: {', '.join(by_name)}")
+            raise UsageError(f"model {unknown[0]!r} is not served here; use one of: {', '.join(by_name)}")
         served = [model for model in served if {model.id, *model.aliases} & {*wanted}]
         show({"models": served}, Group(*map(_model_table, served)), as_json=as_json)
         return
@@ -87,7 +87,7 @@ def models(
 
 @_asks_a_server
 def ps(server: Server, as_json: AsJson = False) -> None:
-    """List a server's models and which of them are loaded."""
+    """List a server's models and which are loaded."""
     served = server.client.models()
     shown = table("model", "state", "size", "", figures=("size",))
     for model in served:
@@ -107,7 +107,7 @@ def stats(server: Server, as_json: AsJson = False) -> None:
 
 @_asks_a_server
 def info(server: Server, as_json: AsJson = False) -> None:
-    """Show a server's version, state, features, and the limits of what requests may ask for."""
+    """Show a server's version, state, features and limits for requests."""
     found = server.client.server()
     facts = facts_of(found)
     features = [_words(name, "SERVER_FEATURE_") for name in facts["features"]]
@@ -123,10 +123,10 @@ def info(server: Server, as_json: AsJson = False) -> None:
 
 @_asks_a_server
 def requests(server: Server, as_json: AsJson = False) -> None:
-    """List the requests that wait or run, the oldest first: your own, or for operators those of all."""
+    """List waiting and running requests, the oldest first: your own, or everybody's for operators."""
     found = server.client.requests()
     if not (found or as_json):
-        err.print("nothing waits or runs")
+        err.print("no requests waiting or running")
         return
     figures = ("age", "prompt", "cached", "output")
     shown = table("request", "method", "tenant", "phase", *figures, figures=figures)
@@ -147,10 +147,12 @@ def requests(server: Server, as_json: AsJson = False) -> None:
 @_asks_a_server
 def cancel(
     server: Server,
-    request_ids: Annotated[list[str], typer.Argument(help="Requests to end, as `requests` shows them.")],
+    request_ids: Annotated[
+        list[str], typer.Argument(help="Ids of requests to end, as `requests` shows them.")
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """End requests within a step: your own, or for operators anybody's."""
+    """End requests within a step: your own, or anybody's for operators."""
     found = _of_each(request_ids, server.client.cancel, address=server.address)
     _show_each(
         "requests",
@@ -166,7 +168,7 @@ def health(
     timeout_s: Annotated[float, timeout()] = 5.0,
     as_json: AsJson = False,
 ) -> None:
-    """Ask whether a server takes requests; exit code 0 when it does."""
+    """Check whether a server accepts requests; exit code 0 if it does."""
     status = server.client.health(timeout_s=timeout_s)
     show({"status": status}, status, as_json=as_json)
     if status != "SERVING":
@@ -231,7 +233,7 @@ def _model_table(model: Model) -> Table:
         ("passes", _passes(model)),
         ("embeds", f"{model.embedding_dimensions:,} dimensions" if model.embedding_dimensions else "no"),
         ("adapters", ", ".join(adapter.name for adapter in model.adapters) or "none"),
-        ("cache", model.fingerprint[:8] or "none is kept"),
+        ("cache", model.fingerprint[:8] or "none"),
     )
 
 
@@ -239,7 +241,7 @@ def _passes(model: Model) -> str:
     """Return what sequences share of a pass; a server of before told nothing of it."""
     splits = [_words(split, "PASS_SPLIT_") for split in facts_of(model)["pass_splits"]]
     if splits == ["alone"]:
-        return "each sequence its own"
+        return "one per sequence"
     return f"shared, split at {' and '.join(splits)}" if splits else "not known"
 
 

@@ -40,11 +40,11 @@ def tokenize(
     server: Server,
     suffix: Suffix = None,
     ids: Annotated[
-        bool, typer.Option("--ids", help="Print the ids in one line, as --tokens takes them.")
+        bool, typer.Option("--ids", help="Print the ids on one line, as --tokens accepts them.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the tokens of a text or of a conversation, as the model is given them."""
+    """Show the tokens of a text or conversation as the model gets them."""
     asked = prompt.read(suffix)
     if not isinstance(asked, str | Conversation | Infill):
         raise typer.BadParameter("--tokens are already tokens; give TEXT or --messages")
@@ -62,11 +62,11 @@ def tokenize(
 def detokenize(
     server: Server,
     tokens: Annotated[
-        str, typer.Argument(help="Token ids, with commas or spaces between; - reads standard input.")
+        str, typer.Argument(help="Token ids, separated by commas or spaces; - reads standard input.")
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Print the text of tokens, without those that begin, end or pad a text."""
+    """Print the text of tokens, without special tokens that begin, end or pad a text."""
     token_ids = read_token_ids(given_text(tokens))
     text = server.client.detokenize(token_ids)
     if as_json:
@@ -78,22 +78,22 @@ def detokenize(
 @with_groups(server=server_of)
 def embed(
     server: Server,
-    texts: Annotated[list[str], typer.Argument(help="What to embed; - reads lines of standard input.")],
+    texts: Annotated[list[str], typer.Argument(help="Texts to embed; - reads lines from standard input.")],
     pooling: Annotated[
-        Pooling | None, typer.Option(help="How tokens become one vector; by default as the server says.")
+        Pooling | None, typer.Option(help="How tokens become one vector; by default the server's choice.")
     ] = None,
-    dimensions: Annotated[int | None, count(min=1, help="Keep the first so many.")] = None,
+    dimensions: Annotated[int | None, count(min=1, help="Keep only this many dimensions.")] = None,
     normalize: Annotated[
-        bool | None, typer.Option(help="Whether vectors have length 1; by default so.")
+        bool | None, typer.Option(help="Whether to scale vectors to length 1; the default.")
     ] = None,
     prompt_name: Annotated[
-        str, typer.Option(help="One of the model's own prompts, put before each text.")
+        str, typer.Option(help="Name of one of the model's own prompts, put before each text.")
     ] = "",
     model: Model = "",
     adapter: Adapter = "",
     as_json: AsJson = False,
 ) -> None:
-    """Print the vector of each text: a line for each, or with --json a list with the texts."""
+    """Print the vector of each text: one per line, or with --json a list with the texts."""
     inputs = given_text("-").splitlines() if texts == ["-"] else texts
     options = said(
         model=model,
@@ -112,12 +112,14 @@ def embed(
 @with_groups(server=server_of)
 def rerank(
     server: Server,
-    query: Annotated[str, typer.Argument(help="What is looked for.")],
-    documents: Annotated[list[str], typer.Argument(help="What to rank; - reads lines of standard input.")],
-    top_count: Annotated[int | None, count(min=1, help="Show the best so many.")] = None,
+    query: Annotated[str, typer.Argument(help="The query.")],
+    documents: Annotated[
+        list[str], typer.Argument(help="Documents to rank; - reads lines from standard input.")
+    ],
+    top_count: Annotated[int | None, count(min=1, help="Show only this many, the best ones.")] = None,
     instruction: Annotated[str, typer.Option(help="The task, in words for the model.")] = "",
     text: Annotated[
-        str, typer.Option(help="A prompt of your own in plain text, with {query} and {document} in it.")
+        str, typer.Option(help="Your own prompt in plain text, containing {query} and {document}.")
     ] = "",
     positive_answer: Annotated[str, typer.Option(help="The word that means yes.")] = "",
     negative_answer: Annotated[str, typer.Option(help="The word that means no.")] = "",
@@ -125,7 +127,7 @@ def rerank(
     adapter: Adapter = "",
     as_json: AsJson = False,
 ) -> None:
-    """Put texts in the order in which they answer a query, best first, with the probability of each."""
+    """Rank texts by how well they answer a query, best first, with the probability of each."""
     texts = given_text("-").splitlines() if documents == ["-"] else documents
     options = said(
         top_count=top_count,

@@ -39,9 +39,9 @@ _ALARM = "bold red"
 @with_groups(server=server_of)
 def top(
     server: Server,
-    interval_s: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between two looks.")] = 1.0,
+    interval_s: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between updates.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one screen, with rates since the server's start, and end.")
+        bool, typer.Option("--once", help="Print one screen, with rates since the server's start, and exit.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -88,7 +88,7 @@ def looks(server: Server, *, interval_s: float) -> Iterator[tuple[ServerStats, s
         except IcehouseClientError as error:
             if last is None or error.code.name != "UNAVAILABLE":
                 raise
-            yield last, f"the server is away, waiting for it: {failure_text(error, server.address)}"
+            yield last, f"the server does not answer, waiting for it: {failure_text(error, server.address)}"
             # One that loads or drains refuses at once.
             pause.wait(interval_s)
 
@@ -150,9 +150,7 @@ def screen(
         title.append(f" · up {age_text(seconds(stats.engine.uptime))}", style="dim")
         parts.append(_now(stats.engine, rates, history))
     elif not stats.models:
-        parts.append(
-            Text("the server shows a tenant its own requests only; an operator's token shows the rest")
-        )
+        parts.append(Text("only your own requests are shown; an operator's token shows the rest"))
     if stats.HasField("cache"):
         parts += [Text(), _tiers(stats.cache), _traffic(stats.cache, rates)]
     if stats.HasField("group"):
@@ -277,11 +275,11 @@ def _traffic(cache: CacheStats, rates: Rates) -> Text:
     # Of an absent message every field is empty.
     if cache.disk.raw_block_bytes:
         share = share_text(cache.disk.block_bytes / cache.disk.raw_block_bytes)
-        text.append(f"\nfiles on SSD take {share} of their KV")
+        text.append(f"\nfiles on SSD take {share} of their KV's size")
         if cache.disk.decompress_bytes_per_second:
             text.append(f", decompressed at {size_text(round(cache.disk.decompress_bytes_per_second))}/s")
     if cache.disk.writes_off_detail:
-        text.append(f"\nnothing is written: {printable(cache.disk.writes_off_detail)}", style=_ALARM)
+        text.append(f"\nnot writing to SSD: {printable(cache.disk.writes_off_detail)}", style=_ALARM)
     if cache.disk.hang_detail:
         text.append(f"\n{printable(cache.disk.hang_detail)}", style=_ALARM)
     if cache.HasField("shared"):
@@ -298,7 +296,7 @@ def _add_shared(text: Text, shared: CacheSharedStats) -> None:
         text.append(f", {shared.refused_block_total:,} refused", style=_ALARM)
     for what, detail in (("fetched", shared.read_pause_detail), ("stored", shared.write_pause_detail)):
         if detail:
-            text.append(f"\nnothing is {what}: {printable(detail)}", style=_ALARM)
+            text.append(f"\nno blocks are {what}: {printable(detail)}", style=_ALARM)
 
 
 def _slowest(slowest: Sequence[SlowRequest]) -> Table:
