@@ -235,7 +235,7 @@ async def image_is_refused(scenario: Scenario, front: HttpFront) -> str:
     with pytest.raises(openai.BadRequestError) as caught:
         await front.openai.chat.completions.create(**shown(scenario))
     assert reason_of(caught.value) == scenario.expect["reason"]
-    assert caught.value.param == scenario.expect["field"].removeprefix("prompt.chat.")
+    assert caught.value.param == "messages[0].content", "the caller's own field, not that of the gRPC message"
     return caught.value.message
 
 
