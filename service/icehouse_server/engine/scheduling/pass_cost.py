@@ -195,6 +195,7 @@ class PassCostLearner:
             return
         if size.has_chunk and self._built_s and elapsed_s < statistics.median(self._built_s):
             self._built_s.append(elapsed_s)  # the host has become faster
+            self._is_stale = True
         policy = self._policy
         self._noted_count += 1
         measured = _Measured(size, max(elapsed_s, _LEAST_S), self._noted_count)
